@@ -1,0 +1,1 @@
+"""sparkrt: a PyTorch-free inference runtime for hybrid language models."""

@@ -1,0 +1,57 @@
+"""`DeviceArray`: a pointer, a dtype and a contiguous shape. No strides, no arithmetic, no ownership."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from sparkrt.runtime.backend import DevicePtr
+from sparkrt.runtime.dtypes import DType
+
+
+class DeviceArray:
+    """A contiguous typed view of device memory.
+
+    `view` is the backend's native handle: the NumPy array on the host (what `op.host` receives), None on CUDA.
+    """
+
+    __slots__ = ("dtype", "ptr", "shape", "view")
+
+    def __init__(self, ptr: DevicePtr, dtype: DType, shape: Sequence[int], view: Any = None) -> None:
+        self.ptr = ptr
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.view = view
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def rows(self, start: int, stop: int) -> DeviceArray:
+        """Rows [start, stop) of the first axis: still contiguous."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise IndexError(f"rows {start}:{stop} of an array of {self.shape[0]} rows")
+        step = self.nbytes // self.shape[0] if self.shape[0] else 0
+        view = None if self.view is None else self.view[start:stop]
+        return DeviceArray(self.ptr.offset(start * step), self.dtype, (stop - start, *self.shape[1:]), view)
+
+    def head(self, *shape: int) -> DeviceArray:
+        """The first prod(shape) elements under another shape: how a scratch buffer is cut to a step's size."""
+        n = prod(shape)
+        if n > self.size:
+            raise IndexError(f"shape {shape} needs {n} elements, the buffer has {self.size}")
+        view = None if self.view is None else self.view.reshape(-1)[:n].reshape(shape)
+        return DeviceArray(self.ptr, self.dtype, shape, view)
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        if prod(shape) != self.size:
+            raise ValueError(f"cannot reshape {self.shape} to {shape}")
+        return self.head(*shape)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.dtype}{list(self.shape)} @ {self.ptr.address:#x})"

@@ -1,0 +1,164 @@
+"""`GpuBackend`: the one door to a device.
+
+The protocol is shaped for CUDA (pinned memory, streams, events, pitched copies, graph capture) and has two real
+implementations: `HostBackend` (NumPy memory, the oracle and test double) and, later, `CudaBackend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from sparkrt.errors import EngineFatal, SparkrtError
+
+if TYPE_CHECKING:
+    from sparkrt.runtime.array import DeviceArray
+    from sparkrt.runtime.dtypes import DType
+
+
+class OutOfMemory(SparkrtError):
+    """An allocation failed; nothing was changed."""
+
+
+class MemoryFault(EngineFatal):
+    """A copy or free outside an allocation, or a second free: a bug in sparkrt, never the user's."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DevicePtr:
+    """An address on the device (or, on the host backend, of NumPy memory). Knows nothing of types."""
+
+    address: int = 0
+
+    def offset(self, nbytes: int) -> DevicePtr:
+        return DevicePtr(self.address + nbytes)
+
+    def __bool__(self) -> bool:
+        return self.address != 0
+
+
+NULL = DevicePtr(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An ordered queue of device work. `handle` is the backend's own (a cudaStream_t); 0 is the default stream."""
+
+    handle: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured sequence of launches and copies, not yet runnable."""
+
+    handle: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphExec:
+    """An instantiated graph: `launch_graph` replays it with the addresses it was captured with."""
+
+    handle: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    name: str
+    kind: str  # "host" or "cuda"
+    compute_capability: tuple[int, int] | None
+    multiprocessors: int
+    total_memory: int  # bytes
+    l2_bytes: int
+    unified_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes. `free` is what the device says now; `allocated` what this backend handed out."""
+
+    free: int
+    total: int
+    allocated: int
+
+
+class Launchable(Protocol):
+    """What `launch` needs of an operator: its name, the host function and the symbol of its C launcher."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def host(self) -> Callable[..., None]: ...
+    @property
+    def cuda(self) -> str | None: ...
+
+
+@runtime_checkable
+class GpuBackend(Protocol):
+    """Everything the rooms above may ask of a device. Copies come blocking and, with a stream, asynchronous."""
+
+    @property
+    def properties(self) -> DeviceProperties: ...
+    @property
+    def default_stream(self) -> Stream: ...
+    def memory_info(self) -> MemoryInfo: ...
+
+    # memory
+    def alloc(self, nbytes: int, label: str = "") -> DevicePtr: ...
+    def free(self, ptr: DevicePtr) -> None: ...
+    def alloc_pinned(self, nbytes: int, label: str = "") -> DevicePtr: ...
+    def free_pinned(self, ptr: DevicePtr) -> None: ...
+    def pinned_view(self, ptr: DevicePtr, nbytes: int) -> Any:
+        """A writable NumPy uint8 view of pinned host memory."""
+        ...
+
+    def array(self, ptr: DevicePtr, dtype: DType, shape: Sequence[int]) -> DeviceArray:
+        """A typed view of device memory, bounds-checked against its allocation."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: DType, label: str = "") -> DeviceArray:
+        """Allocate and view in one call."""
+        ...
+
+    # copies; `stream=None` blocks until done. Byte counts always.
+    def copy_h2d(self, dst: DevicePtr, src: Any, stream: Stream | None = None) -> None: ...
+    def copy_d2h(self, dst: Any, src: DevicePtr, stream: Stream | None = None) -> None: ...
+    def copy_d2d(self, dst: DevicePtr, src: DevicePtr, nbytes: int, stream: Stream | None = None) -> None: ...
+    def copy_d2d_2d(
+        self, dst: DevicePtr, dst_pitch: int, src: DevicePtr, src_pitch: int, width: int, rows: int, stream: Stream | None = None
+    ) -> None: ...
+    def memset(self, ptr: DevicePtr, value: int, nbytes: int, stream: Stream | None = None) -> None: ...
+
+    # streams and events
+    def create_stream(self, name: str = "") -> Stream: ...
+    def destroy_stream(self, stream: Stream) -> None: ...
+    def create_event(self) -> Event: ...
+    def destroy_event(self, event: Event) -> None: ...
+    def record_event(self, event: Event, stream: Stream) -> None: ...
+    def stream_wait_event(self, stream: Stream, event: Event) -> None: ...
+    def event_query(self, event: Event) -> bool: ...
+    def event_synchronize(self, event: Event) -> None: ...
+    def synchronize(self, stream: Stream | None = None) -> None: ...
+
+    # graphs
+    def begin_capture(self, stream: Stream) -> None: ...
+    def end_capture(self, stream: Stream) -> Graph: ...
+    def is_capturing(self, stream: Stream) -> bool: ...
+    def instantiate(self, graph: Graph) -> GraphExec: ...
+    def launch_graph(self, graph: GraphExec, stream: Stream) -> None: ...
+    def destroy_graph(self, graph: Graph | GraphExec) -> None: ...
+
+    # work
+    def launch(self, op: Launchable, args: Sequence[Any], stream: Stream) -> None:
+        """Run `op` with `args` (DeviceArray, int, float, bool or None), in stream order."""
+        ...
+
+    def close(self) -> None: ...
