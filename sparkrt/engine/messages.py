@@ -1,0 +1,77 @@
+"""What travels between the engine and those who drive it (the API process over ZeroMQ, `LLM` in process): plain data.
+
+Tokens travel, never text. A request asking for `n` answers arrives as n requests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """One sequence to generate, fully resolved: no field means "default" any more."""
+
+    request_id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[int] = []  # eos included unless ignore_eos
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Stop these requests now. Unknown ids are ignored: the request may have finished meanwhile."""
+
+    request_ids: list[str]
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """News of one request after a step. `finish_reason` ∈ stop | length | abort | error, set exactly once, last.
+
+    `stop_token` is the stop id that ended it (it is the last of `token_ids`). `error` explains finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Gauges and counters of the engine, sent with outputs and on request."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    free_slots: int = 0
+    total_slots: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
