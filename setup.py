@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, setup
 from setuptools.command.build import build
@@ -20,16 +21,17 @@ LIBRARY = Path("sparkrt", "lib", "libsparkrt_cuda.so")
 
 
 def find_nvcc() -> Path | None:
-    """The CUDA compiler: on PATH, under CUDA_HOME, or in the usual folder of the toolkit."""
-    candidates = [shutil.which("nvcc"), *(Path(home, "bin", "nvcc") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home)]
-    return next((Path(c) for c in candidates if c and os.access(c, os.X_OK)), None)
+    """The CUDA compiler: on PATH, under CUDA_HOME, or where the toolkit usually lies."""
+    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    found = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *(str(home / "bin") for home in homes)]))
+    return Path(found) if found else None
 
 
 class build_cuda(Command):
     """Compile csrc/**/*.cu into one shared library."""
 
     description = "compile the CUDA kernels (does nothing without nvcc)"
-    user_options = [("build-lib=", None, "where the library goes")]
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = [("build-lib=", None, "where the library goes")]
     editable_mode = False  # set by setuptools for `pip install -e`
 
     def initialize_options(self) -> None:
@@ -55,7 +57,8 @@ class build_cuda(Command):
             codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
             flags = ["-shared", "-O3", "-std=c++17", "-lineinfo", "-Xcompiler", "-fPIC,-Wall", "-I", str(ROOT / "csrc")]
             subprocess.run([str(self.nvcc), *flags, *codes, "-o", str(target), *map(str, self.sources)], check=True)
-            print(f"sparkrt: {len(self.sources)} CUDA sources compiled for {', '.join('sm_' + a for a in ARCHITECTURES)}: {target}", flush=True)
+            names = ", ".join("sm_" + a for a in ARCHITECTURES)
+            print(f"sparkrt: {len(self.sources)} CUDA sources compiled for {names}: {target}", flush=True)
 
     def target(self) -> Path:
         return ROOT / LIBRARY if self.editable_mode else Path(self.build_lib or "build", LIBRARY)

@@ -1,0 +1,73 @@
+# Every target sets up what it needs in .venv; a second run is quick (the stamps carry a hash of what was installed).
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+
+PY := .venv/bin/python
+KEY := $(shell cat pyproject.toml setup.py | cksum | cut -d ' ' -f 1)
+READY := .venv/ready-$(KEY)
+READY_DEV := .venv/ready-dev-$(KEY)
+ONE_THREAD := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 VECLIB_MAXIMUM_THREADS=1
+
+.PHONY: help serve test lint format build bench goldens clean
+
+help:
+	@echo "make serve    serve the bundled model on port $(PORT) (ARGS='MODEL --flag ...' for another)"
+	@echo "make test     run the tests"
+	@echo "make lint     ruff, mypy, import-linter, sizes, clang-format"
+	@echo "make format   let ruff and clang-format rewrite the sources"
+	@echo "make build    compile the CUDA kernels (where nvcc is found) and build the wheel"
+	@echo "make bench    measure tokens per second on this machine"
+	@echo "make goldens  write tests/goldens anew with transformers, in an environment of their own"
+	@echo "make clean    remove .venv and everything that was built"
+
+serve: $(READY)
+	@$(PY) -m sparkrt.serve --port $(PORT) $(ARGS)
+
+# one BLAS thread per worker: two workers with two threads each would fight over two cores
+test: $(READY_DEV)
+	@$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+lint: $(READY_DEV)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports --no-cache
+	@$(PY) tools/size.py
+	@$(PY) tools/clang_format.py --check
+
+format: $(READY_DEV)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@$(PY) tools/clang_format.py
+
+build: $(READY_DEV)
+	@$(PY) setup.py -q build_cuda --build-lib build/lib
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+bench: $(READY)
+	@$(PY) benchmarks/engine.py $(ARGS)
+
+goldens:
+	@test -x .cache/goldens/bin/python || $(PYTHON) -m venv .cache/goldens
+	@.cache/goldens/bin/python -m pip install --quiet -r tools/goldens.txt
+	@nice -n 10 .cache/goldens/bin/python -m tools.make_goldens $(ARGS)
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "sparkrt needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "this Python has no venv module (Debian: apt-get install python3-venv)"; exit 1; }
+
+$(READY): | .venv/bin/python
+	@echo "setting up .venv"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable .
+	@rm -f .venv/ready-* && touch $@
+
+$(READY_DEV): | .venv/bin/python
+	@echo "setting up .venv for development"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@rm -f .venv/ready-* && touch $(READY) $@
