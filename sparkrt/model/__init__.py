@@ -1,0 +1,1 @@
+"""Models: configuration, weights, layers, and the step that runs them."""

@@ -1,4 +1,4 @@
-"""What a forward takes and gives: a ragged batch of decode rows, verify rows and prefill slices, as plain data."""
+"""What a forward takes and gives: a ragged batch of decode rows and prefill slices, as plain data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SamplerParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Argmax of the raw logits: nothing else to do for this row."""
+        """Argmax of the raw logits chooses the token."""
         return (
             self.greedy
             and self.repetition_penalty == 1.0
@@ -49,7 +49,6 @@ class SamplerParams:
             and not self.bias[0]
             and self.allowed is None
             and self.min_tokens == 0
-            and self.logprobs < 0
         )
 
 
@@ -57,23 +56,14 @@ class SamplerParams:
 class PrefillSlice:
     """Tokens [start, start + len(tokens)) of a prompt. `sample` on the last slice: its last row yields a token.
 
-    `all_logits` asks for logits of every row (prompt log-probabilities); `targets` are then the tokens that followed.
+    `targets` asks for prompt log-probabilities: `targets[i]` is the token that followed row i (rows beyond it are not scored).
     """
 
     seq: SequenceState
     tokens: np.ndarray  # int32
     start: int
     sample: bool
-    all_logits: bool = False
-    targets: np.ndarray | None = None
-
-
-@dataclass(slots=True)
-class VerifyRow:
-    """The last committed token of a sequence and its drafts, run as sequential updates (speculation)."""
-
-    seq: SequenceState
-    drafts: np.ndarray  # int32
+    targets: np.ndarray | None = None  # int32
 
 
 @dataclass(slots=True)
@@ -81,12 +71,11 @@ class ForwardBatch:
     """One step. Decode rows take their input token from the device's feed table: the host need not know it yet."""
 
     decode: list[SequenceState] = field(default_factory=list)
-    verify: list[VerifyRow] = field(default_factory=list)
     prefill: list[PrefillSlice] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode) + sum(1 + len(v.drafts) for v in self.verify) + sum(len(p.tokens) for p in self.prefill)
+        return len(self.decode) + sum(len(p.tokens) for p in self.prefill)
 
 
 @dataclass(slots=True)
@@ -105,7 +94,7 @@ class MixedBatchResult:
     """What a step produced, read back once it is done.
 
     `tokens[i]` belongs to the i-th sampling row: decode rows in order, then prefill slices with `sample`.
-    `prompt_logprobs[j]` belongs to the j-th slice with `all_logits`. `logits` are device rows [rows, vocab] in that same
+    `prompt_logprobs[j]` belongs to the j-th slice with `targets`. `logits` are device rows [rows, vocab] in that same
     order (valid until the next step), `hidden` the final-norm hidden states of those rows.
     """
 

@@ -1,0 +1,159 @@
+"""Builds a `HybridModel` from a configuration and a weight source: one function for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+
+from sparkrt.cache.paged import KvGroup, PagedKvCache
+from sparkrt.cache.state import StatePool
+from sparkrt.model.config import ModelConfig
+from sparkrt.model.layers.attention import Attention
+from sparkrt.model.layers.gdn import GatedDeltaNet
+from sparkrt.model.layers.layer import DecoderLayer, SubLayer
+from sparkrt.model.layers.mlp import DenseMlp, MixtureOfExperts, SharedExpert
+from sparkrt.model.model import HybridModel, ModelOptions
+from sparkrt.model.residual import PlainResidual
+from sparkrt.model.source import WeightSource
+from sparkrt.model.spec import expected_tensors
+from sparkrt.model.step import Decoder
+from sparkrt.model.weight import Embedding, Experts, Linear, Norm, WeightPlacer
+from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import GpuBackend
+
+Progress = Callable[[int, int], None]  # (elements placed, elements in all)
+
+
+def build_model(
+    backend: GpuBackend, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None = None
+) -> HybridModel:
+    """Place every weight on the device and allocate all that a step will need. Raises LoadError from the source."""
+    built = _Builder(backend, config, source, options, progress)
+    decoder = built.decoder()
+    group = KvGroup(config.attention_layers, options.dtype, config.attention.num_kv_heads, config.attention.head_dim, options.page_size)
+    kv = PagedKvCache(backend, [group], options.num_blocks)
+    states = StatePool(backend, config.gdn_layers, options.max_num_seqs, built.state_dims(), options.dtype)
+    return HybridModel(backend, config, options, decoder, kv, states, built.placer.owned)
+
+
+class _Builder:
+    def __init__(
+        self, backend: GpuBackend, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None
+    ) -> None:
+        self.config = config
+        self.options = options
+        self.placer = WeightPlacer(backend, options.dtype, options.batch_invariant)
+        self._source = source
+        self._progress = progress
+        self._total = sum(prod(shape) for shape in expected_tensors(config).values())
+        self._done = 0
+        self._rope = self._rope_table() if config.attention_layers else None
+
+    def _read(self, name: str) -> np.ndarray:
+        values = self._source.get(name)
+        self._done += values.size
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return values
+
+    def _has(self, name: str) -> bool:
+        return name in self._source.names()
+
+    def _vector(self, name: str) -> DeviceArray:
+        return self.placer.array(self._read(name), name)
+
+    def _linear(self, label: str, *names: str, bias: bool = False) -> Linear:
+        biases = [self._read(f"{n}_bias") if bias and self._has(f"{n}_bias") else None for n in names]
+        return self.placer.linear([self._read(n) for n in names], label, biases)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._vector(name), self.config.rms_norm_eps, self.config.norm_offset)
+
+    def _rope_table(self) -> DeviceArray:
+        """cos | sin for every position a sequence may reach."""
+        r = self.config.attention.rope
+        frequencies = inverse_frequencies(
+            r.theta,
+            r.rotary_dim,
+            r.kind,
+            r.factor,
+            r.original_max_position,
+            r.low_freq_factor,
+            r.high_freq_factor,
+            r.beta_fast,
+            r.beta_slow,
+            r.truncate,
+            r.freq_divisors,
+        )
+        scale = attention_factor(r.kind, r.factor, r.attention_factor, r.mscale, r.mscale_all_dim)
+        return self.placer.array(rope_table(frequencies, scale, self.options.max_model_len), "rope")
+
+    def decoder(self) -> Decoder:
+        embed = self._read("embed")
+        head = self._read("lm_head") if self._has("lm_head") else embed
+        return Decoder(
+            Embedding(self.placer.array(embed, "embed", self.options.dtype)),
+            [self._layer(i) for i in range(self.config.num_layers)],
+            PlainResidual(),
+            self._norm("norm"),
+            self.placer.linear([head], "lm_head"),
+        )
+
+    def _layer(self, i: int) -> DecoderLayer:
+        kind, p = self.config.layers[i], f"layers.{i}."
+        mixer: SubLayer = self._attention(i, f"{p}attn.") if kind.mixer == "attention" else self._gdn(i, f"{p}gdn.")
+        mlp: SubLayer = self._moe(f"{p}moe.") if kind.mlp == "moe" else self._mlp(f"{p}mlp.gate", f"{p}mlp.up", f"{p}mlp.down")
+        return DecoderLayer(self._norm(f"{p}input_norm"), mixer, self._norm(f"{p}post_norm"), mlp)
+
+    def _attention(self, i: int, p: str) -> Attention:
+        c = self.config.attention
+        assert self._rope is not None
+        return Attention(
+            i,
+            c,
+            self._linear(f"{p}qkv", f"{p}q", f"{p}k", f"{p}v", bias=c.qkv_bias),
+            self._linear(f"{p}o", f"{p}o", bias=c.o_bias),
+            self._rope,
+            self._vector(f"{p}q_norm") if c.qk_norm else None,
+            self._vector(f"{p}k_norm") if c.qk_norm else None,
+            self.config.rms_norm_eps,
+            self.config.norm_offset,
+        )
+
+    def _gdn(self, i: int, p: str) -> GatedDeltaNet:
+        assert self.config.gdn is not None
+        return GatedDeltaNet(
+            i,
+            self.config.gdn,
+            self._linear(f"{p}in_proj", f"{p}qkv", f"{p}z", f"{p}b", f"{p}a"),
+            self.placer.array(self._read(f"{p}conv"), f"{p}conv", self.options.dtype),
+            self._vector(f"{p}A_log"),
+            self._vector(f"{p}dt_bias"),
+            self._vector(f"{p}norm"),
+            self._linear(f"{p}out", f"{p}out"),
+            self.config.rms_norm_eps,
+        )
+
+    def _mlp(self, gate: str, up: str, down: str) -> DenseMlp:
+        return DenseMlp(self._linear(f"{gate}_up", gate, up), self._linear(down, down))
+
+    def _moe(self, p: str) -> MixtureOfExperts:
+        c = self.config.moe
+        assert c is not None
+        experts = Experts(
+            self.placer.matrix(self._read(f"{p}gate_up"), f"{p}gate_up"), self.placer.matrix(self._read(f"{p}down"), f"{p}down")
+        )
+        shared = None
+        if c.shared_intermediate_size:
+            mlp = self._mlp(f"{p}shared_gate_proj", f"{p}shared_up_proj", f"{p}shared_down_proj")
+            shared = SharedExpert(mlp, self._linear(f"{p}shared_gate", f"{p}shared_gate"))
+        return MixtureOfExperts(c, self._linear(f"{p}router", f"{p}router"), experts, shared)
+
+    def state_dims(self) -> tuple[int, int, int, int]:
+        """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
+        g = self.config.gdn
+        return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
+

@@ -1,0 +1,74 @@
+"""Gated delta net: one fused projection, causal convolution, gates, the delta rule, gated norm, output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparkrt.model.context import F32
+from sparkrt.ops.conv import CONV_PREFILL, CONV_STEP
+from sparkrt.ops.gdn import GDN_GATES, GDN_PREFILL, GDN_STEP
+from sparkrt.ops.norm import GATED_RMS_NORM
+
+if TYPE_CHECKING:
+    from sparkrt.model.config import GdnConfig
+    from sparkrt.model.context import ForwardContext, Reservation
+    from sparkrt.model.weight import Linear
+    from sparkrt.runtime.array import DeviceArray
+
+
+@dataclass(slots=True)
+class GatedDeltaNet:
+    """`in_proj` columns: q | k | v (the convolved channels) | z | b | a."""
+
+    layer: int
+    config: GdnConfig
+    in_proj: Linear
+    conv: DeviceArray  # [C, 4]
+    a_log: DeviceArray  # [HV]
+    dt_bias: DeviceArray  # [HV]
+    norm: DeviceArray  # [DV]
+    out: Linear
+    eps: float
+
+    def reserve(self, reservation: Reservation) -> None:
+        c = self.config
+        reservation.rows("proj", self.in_proj.out_features)
+        reservation.rows("conv", c.conv_channels)
+        reservation.rows("decay", c.num_v_heads, F32)
+        reservation.rows("beta", c.num_v_heads, F32)
+        reservation.rows("mixed", c.value_size)
+        reservation.rows("gated", c.value_size)
+
+    def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        c, plan, tokens, decode = self.config, ctx.plan, ctx.tokens, ctx.shape.decode
+        z_col, b_col = c.conv_channels, c.conv_channels + c.value_size
+        proj = ctx.buffer("proj", tokens, self.in_proj.out_features)
+        qkv = ctx.buffer("conv", tokens, c.conv_channels)
+        g, beta = ctx.buffer("decay", tokens, c.num_v_heads), ctx.buffer("beta", tokens, c.num_v_heads)
+        mixed = ctx.buffer("mixed", tokens, c.num_v_heads, c.v_dim)
+        state, ring = ctx.states.state(self.layer), ctx.states.ring(self.layer)
+        self.in_proj(ctx, proj, x)
+        ctx.launch(GDN_GATES, g, beta, proj, self.a_log, self.dt_bias, b_col)
+        if decode:
+            slots, positions = plan["decode_slots"].rows(0, decode), plan["positions"].rows(0, decode)
+            qkv_d = qkv.rows(0, decode)
+            ctx.launch(CONV_STEP, qkv_d, ring, proj.rows(0, decode), self.conv, slots, positions)
+            ctx.launch(
+                GDN_STEP,
+                *(mixed.rows(0, decode), state, qkv_d, g.rows(0, decode), beta.rows(0, decode), slots, c.num_k_heads),
+            )
+        if ctx.shape.prefill:
+            n = ctx.shape.slices
+            slots, starts = plan["prefill_slots"].rows(0, n), plan["prefill_starts"].rows(0, n)
+            cu = plan["prefill_cu"].rows(0, n + 1)
+            qkv_p = qkv.rows(decode, tokens)
+            ctx.launch(CONV_PREFILL, qkv_p, ring, proj.rows(decode, tokens), self.conv, slots, cu, starts)
+            ctx.launch(
+                GDN_PREFILL,
+                *(mixed.rows(decode, tokens), state, None, qkv_p, g.rows(decode, tokens), beta.rows(decode, tokens)),
+                *(slots, cu, starts, None, c.num_k_heads),
+            )
+        gated = ctx.buffer("gated", tokens, c.value_size)
+        ctx.launch(GATED_RMS_NORM, gated, mixed, proj, self.norm, z_col, self.eps)
+        self.out(ctx, out, gated)

@@ -1,0 +1,86 @@
+"""`TransformerLayer`: a mixer and an MLP between reads and writes of the residual, and the seams that later layers need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from sparkrt.model.context import ForwardContext, Reservation
+    from sparkrt.model.plan import StepPlan
+    from sparkrt.model.residual import Residual
+    from sparkrt.model.sequence import SequenceState
+    from sparkrt.model.weight import Norm
+    from sparkrt.runtime.array import DeviceArray
+
+
+class SubLayer(Protocol):
+    """A mixer or an MLP: normed rows [T, H] in, delta rows [T, H] out."""
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Name the scratch it needs."""
+        ...
+
+    def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None: ...
+
+
+class TransformerLayer(Protocol):
+    """One layer. Host-fed layers (tables filled by the host between steps) use `prestage`/`rearm` and veto graphs."""
+
+    @property
+    def graph_veto(self) -> bool:
+        """True: steps through this layer must not be captured."""
+        ...
+
+    def reserve(self, reservation: Reservation) -> None: ...
+    def prestage(self, plan: StepPlan) -> None:
+        """The host's half of a step, before launch or replay."""
+        ...
+
+    def rearm(self) -> None:
+        """Undo `prestage` when the step it prepared is not launched."""
+        ...
+
+    def forward(self, ctx: ForwardContext, residual: Residual) -> None: ...
+    def snapshot_aux(self, seq: SequenceState) -> Any:
+        """Auxiliary state beyond KV and recurrent state, to be kept with a snapshot (None: there is none)."""
+        ...
+
+    def restore_aux(self, seq: SequenceState, aux: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """x += mixer(norm(x)); x += mlp(norm(x))."""
+
+    input_norm: Norm
+    mixer: SubLayer
+    post_norm: Norm
+    mlp: SubLayer
+    graph_veto: bool = False
+
+    def reserve(self, reservation: Reservation) -> None:
+        self.mixer.reserve(reservation)
+        self.mlp.reserve(reservation)
+
+    def prestage(self, plan: StepPlan) -> None:
+        """Nothing of this layer is fed by the host."""
+
+    def rearm(self) -> None:
+        """Nothing was prestaged."""
+
+    def forward(self, ctx: ForwardContext, residual: Residual) -> None:
+        x = ctx.buffer("normed", ctx.tokens, ctx.hidden_size)
+        delta = ctx.buffer("delta", ctx.tokens, ctx.hidden_size)
+        residual.read(ctx, self.input_norm, x)
+        self.mixer.forward(ctx, delta, x)
+        residual.write(ctx, delta)
+        residual.read(ctx, self.post_norm, x)
+        self.mlp.forward(ctx, delta, x)
+        residual.write(ctx, delta)
+
+    def snapshot_aux(self, seq: SequenceState) -> Any:
+        return None
+
+    def restore_aux(self, seq: SequenceState, aux: Any) -> None:
+        assert aux is None

@@ -1,0 +1,357 @@
+"""`Model`: the small protocol the engine drives, and `HybridModel`, its implementation for every family.
+
+A step is launched (planned, uploaded, enqueued, nothing waited for) and later collected (its tokens read). The next step may
+be launched in between: decode rows take their input from the device's feed table, so the host need not know it yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparkrt.cache.paged import PagedKvCache
+from sparkrt.cache.state import StatePool
+from sparkrt.errors import CapacityError
+from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams, TokenLogprobs
+from sparkrt.model.config import ModelConfig
+from sparkrt.model.context import F32, I32, ForwardContext, Reservation, Scratch, StepShape
+from sparkrt.model.plan import PlanLimits, StepPlan
+from sparkrt.model.planner import Planner, StepRows
+from sparkrt.model.results import ResultBuffers, ResultLayout
+from sparkrt.model.sequence import Needs, SequenceState, SlotTable
+from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, padded_batch_n
+from sparkrt.ops.sampling import MARK_PROMPT
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import Event, GpuBackend
+from sparkrt.runtime.comm import SoloComm
+from sparkrt.runtime.dtypes import DType, uint32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Capacities fixed at start. `num_blocks` pages of `page_size` tokens; `valid_vocab` ids exist in the tokenizer."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    valid_vocab: int
+    dtype: DType = F32
+    page_size: int = 64
+    enforce_eager: bool = False
+    batch_invariant: bool = False
+    max_logprobs: int = 20
+    prompt_logit_rows: int = 64
+
+    @property
+    def max_rows(self) -> int:
+        return padded_batch_n(self.max_num_seqs)
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of activations: a full budget, or all decode rows and the one chunk of 64 that every step may add."""
+        return max(self.max_num_batched_tokens, self.max_rows + 64)
+
+    @property
+    def logit_rows(self) -> int:
+        return self.max_rows + self.prompt_logit_rows
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def options(self) -> ModelOptions: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    def new_sequence(self, params: SamplerParams, total_tokens: int) -> SequenceState: ...
+    def launch(self, batch: ForwardBatch) -> int: ...
+    def collect(self, handle: int) -> MixedBatchResult: ...
+    def fork(self, seq: SequenceState) -> SequenceState: ...
+    def snapshot(self, seq: SequenceState) -> Any: ...
+    def restore(self, seq: SequenceState, snapshot: Any) -> None: ...
+    def release(self, seq: SequenceState) -> None: ...
+    def check_integrity(self, sequences: Iterable[SequenceState]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step: what its rows are, and where its results will lie on the host."""
+
+    handle: int
+    rows: StepRows
+    words: np.ndarray  # the pinned result buffer, int32
+    done: Event
+
+
+class HybridModel:
+    """A decoder over a paged cache and a state pool, on any backend."""
+
+    def __init__(
+        self,
+        backend: GpuBackend,
+        config: ModelConfig,
+        options: ModelOptions,
+        decoder: Decoder,
+        kv: PagedKvCache,
+        states: StatePool,
+        weights: list[DeviceArray],
+    ) -> None:
+        self.config = config
+        self.options = options
+        self.kv = kv
+        self.states = states
+        self._backend = backend
+        self._decoder = decoder
+        o = options
+        max_blocks = -(-o.max_model_len // o.page_size)
+        self._table = SlotTable(o.max_num_seqs, max_blocks, kv.dummy_block)
+        self._allocations = list(weights)  # all that close() frees
+        slots = o.max_num_seqs + 1
+        self._tables = self._filled((slots, max_blocks), I32, self._table.blocks, "block_tables")
+        tail = 4096 + 16 * 1024
+        self._plan = StepPlan(backend, PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, tail))
+        self._planner = Planner(self._table, o.page_size)
+        self._allowed_words = -(-config.vocab_size // 32)
+        self._results = ResultBuffers(backend, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
+        self._sampler = self._sampler_state(slots)
+        scratch = Scratch(backend, o.dtype)
+        reservation = Reservation(o.max_tokens)
+        for name in ("residual", "normed", "delta"):
+            reservation.rows(name, config.hidden_size)
+        reservation.rows("ids", 1, I32)
+        reservation.elements("head", o.logit_rows * config.hidden_size)
+        reservation.elements("logits", o.logit_rows * config.vocab_size, F32)
+        for layer in decoder.layers:
+            layer.reserve(reservation)
+        reservation.apply(scratch)
+        self._ctx = ForwardContext(
+            backend, backend.default_stream, scratch, self._plan.device, self._tables, kv, states, SoloComm(), config.hidden_size
+        )
+        self._graphs = GraphCache(limit=4 * len({padded_batch_n(n) for n in range(1, o.max_num_seqs + 1)}))
+        self._eager = o.enforce_eager or any(layer.graph_veto for layer in decoder.layers)
+        self._in_flight: deque[_InFlight] = deque()
+        self._events = [backend.create_event(), backend.create_event()]
+        self._forward_done = backend.create_event()
+        self._next_handle = 0
+
+    # --- capacity ---------------------------------------------------------------------------------------------------------
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self.kv.free_blocks
+
+    @property
+    def free_slots(self) -> int:
+        return self.states.free_slots
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far."""
+        return self._graphs.captures
+
+    # --- sequences --------------------------------------------------------------------------------------------------------
+    def new_sequence(self, params: SamplerParams, total_tokens: int) -> SequenceState:
+        """A sequence with a slot and pages for `total_tokens`. Raises CapacityError, changing nothing, when either is short."""
+        if total_tokens > self.options.max_model_len:
+            raise CapacityError(f"{total_tokens} tokens exceed the model length {self.options.max_model_len}")
+        guard = self.states.acquire()
+        blocks = self.kv.new_table()
+        try:
+            blocks.extend_to(total_tokens)
+        except BaseException:
+            guard.release()
+            raise
+        return self._adopt(SequenceState(guard, blocks, params, total_tokens, needs=Needs.of(params)))
+
+    def _adopt(self, seq: SequenceState) -> SequenceState:
+        """Write a sequence's rows of the device tables. Small copies at admission, none in the steps after it."""
+        self._table.assign(seq.slot, seq.blocks.blocks, seq.params)
+        row = self._tables.rows(seq.slot, seq.slot + 1)
+        self._backend.copy_h2d(row.ptr, self._table.blocks[seq.slot], self._ctx.stream)
+        if seq.params.allowed is not None:
+            bits = np.zeros(self._allowed_words * 32, np.uint8)
+            bits[list(seq.params.allowed)] = 1
+            packed = np.packbits(bits, bitorder="little").view(np.uint32)
+            self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, packed)
+        return seq
+
+    def fork(self, seq: SequenceState) -> SequenceState:
+        """A second sequence with the same past: full pages shared, the partial tail page and the state slot copied."""
+        guard = self.states.acquire()
+        try:
+            blocks = seq.blocks.fork(seq.length, self._ctx.stream)
+            try:
+                blocks.extend_to(seq.capacity)
+            except BaseException:
+                blocks.release()
+                raise
+        except BaseException:
+            guard.release()
+            raise
+        self.states.copy_slot(seq.slot, guard.index, self._ctx.stream)
+        twin = SequenceState(guard, blocks, seq.params, seq.capacity, seq.length, seq.generated, seq.kv_valid_tokens, seq.adapter_id, seq.needs)
+        self._adopt(twin)
+        for table in (self._sampler.feed, self._sampler.counts):
+            old, new = (table.rows(s, s + 1) for s in (seq.slot, twin.slot))
+            self._backend.copy_d2d(new.ptr, old.ptr, old.nbytes, self._ctx.stream)
+        self._table.length[twin.slot] = seq.length
+        self._table.generated[twin.slot] = seq.generated
+        return twin
+
+    def snapshot(self, seq: SequenceState) -> Any:
+        """A copy of the recurrent and conv state (and of what layers declare), for `restore`. Close it when done."""
+        return self.states.snapshot(seq.slot, self._ctx.stream), seq.length, [x.snapshot_aux(seq) for x in self._decoder.layers]
+
+    def restore(self, seq: SequenceState, snapshot: Any) -> None:
+        """Put a sequence back to a snapshot; pages beyond its length are simply overwritten later."""
+        state, length, aux = snapshot
+        self.states.restore(seq.slot, state, self._ctx.stream)
+        seq.length = seq.kv_valid_tokens = length
+        self._table.length[seq.slot] = length
+        for layer, part in zip(self._decoder.layers, aux, strict=True):
+            layer.restore_aux(seq, part)
+
+    def release(self, seq: SequenceState) -> None:
+        """Give back pages and slot; once, whatever is still in flight (a later owner's work follows it in stream order)."""
+        if not seq.released:
+            seq.released = True
+            seq.blocks.release()
+            seq.guard.release()
+
+    def check_integrity(self, sequences: Iterable[SequenceState]) -> None:
+        """free + owned = total for pages and slots. Raises EngineFatal otherwise."""
+        live = list(sequences)
+        self.kv.check_integrity([s.blocks for s in live])
+        self.states.check_integrity([s.guard for s in live])
+
+    # --- steps ------------------------------------------------------------------------------------------------------------
+    def launch(self, batch: ForwardBatch) -> int:
+        """Enqueue one step and return its handle. At most two may be in flight."""
+        assert len(self._in_flight) < 2, "collect a step before launching a third"
+        host = self._plan.begin()
+        pure = not batch.prefill
+        bucket = padded_batch_n(len(batch.decode)) if pure and not self._eager else len(batch.decode)
+        rows = self._planner.fill(host, batch, bucket)
+        lists = self._lists(host, rows) if rows.needs & Needs.LISTS else None
+        self._plan.upload(self._ctx.stream)
+        ctx = self._ctx
+        ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
+        logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
+        if pure and not self._eager:
+            self._graphs.run(ctx, ("forward", bucket), lambda: self._decoder.forward(ctx, self._sampler.feed, logits, gather=False))
+        else:
+            self._decoder.forward(ctx, self._sampler.feed, logits, gather=True)
+        self._backend.record_event(self._forward_done, ctx.stream)
+        self._sample(rows, logits, lists, graph=pure and not self._eager)
+        return self._read_back(rows)
+
+    def _sample(self, rows: StepRows, logits: DeviceArray, lists: SamplerLists | None, graph: bool) -> None:
+        """Choose tokens for the sampling rows, and score what was asked for."""
+        ctx, n = self._ctx, rows.sampling
+        if rows.needs & Needs.COUNTS and rows.prefill_tokens:
+            s, first = ctx.shape.slices, ctx.shape.decode
+            ids = ctx.buffer("ids", ctx.tokens).rows(first, ctx.tokens)
+            plan = ctx.plan
+            slots, cu, starts = plan["prefill_slots"].rows(0, s), plan["prefill_cu"].rows(0, s + 1), plan["prefill_starts"].rows(0, s)
+            ctx.launch(MARK_PROMPT, self._sampler.counts, slots, ids, cu, starts)
+        if n:
+            greedy = not rows.needs & Needs.SAMPLER
+            chosen = logits.rows(0, n)
+            if graph and lists is None:
+                self._graphs.run(ctx, ("sampler", n, greedy), lambda: self._sampler.sample(ctx, chosen, None, greedy))
+            else:
+                self._sampler.sample(ctx, chosen, lists, greedy)
+            if rows.needs & Needs.LOGPROBS:
+                self._sampler.logprobs(ctx, chosen, self._sampler.tokens.rows(0, n), 0)
+        if rows.scored:
+            last = n + rows.scored
+            self._sampler.logprobs(ctx, logits.rows(n, last), ctx.plan["logit_targets"].rows(n, last), n)
+
+    def _lists(self, host: dict[str, np.ndarray], rows: StepRows) -> SamplerLists:
+        ids, values, stops = self._planner.lists(host, rows)
+        return SamplerLists(self._plan.append(ids), self._plan.append(values), self._plan.append(stops))
+
+    def _read_back(self, rows: StepRows) -> int:
+        """Copy results to pinned memory behind the step; the whole block only if log-probabilities were asked for."""
+        turn = self._next_handle & 1
+        words = self._results.host[turn]
+        used = self._results.layout.words if rows.needs & Needs.LOGPROBS or rows.scored else rows.sampling
+        if used:
+            self._backend.copy_d2h(words[:used], self._results.ptr, self._ctx.stream)
+        self._backend.record_event(self._events[turn], self._ctx.stream)
+        self._in_flight.append(_InFlight(self._next_handle, rows, words, self._events[turn]))
+        self._next_handle += 1
+        return self._next_handle - 1
+
+    def collect(self, handle: int) -> MixedBatchResult:
+        """Wait for the oldest step, which must be `handle`, and read what it produced."""
+        step = self._in_flight.popleft()
+        assert step.handle == handle, "steps are collected in the order they were launched"
+        self._backend.event_synchronize(step.done)
+        rows, live = step.rows, len(step.rows.sequences)
+        result = MixedBatchResult(step.words[:live].copy(), [None] * live, [])
+        for seq, length in zip(rows.touched, rows.lengths, strict=True):
+            seq.kv_valid_tokens = max(seq.kv_valid_tokens, length)
+        if rows.needs & Needs.LOGPROBS:
+            view = self._results.scores(step.words)
+            for i, seq in enumerate(rows.sequences):
+                if seq.needs & Needs.LOGPROBS:
+                    result.logprobs[i] = view.row(i, int(result.tokens[i]), seq.params.logprobs)
+        if rows.scored:
+            view, at = self._results.scores(step.words), rows.sampling
+            for targets in rows.targets:
+                k = self.options.max_logprobs
+                result.prompt_logprobs.append([view.row(at + j, int(t), k) for j, t in enumerate(targets)])
+                at += len(targets)
+        return result
+
+    # --- construction and end ---------------------------------------------------------------------------------------------
+    def _filled(self, shape: tuple[int, ...], dtype: DType, values: np.ndarray | None, label: str) -> DeviceArray:
+        array = self._backend.empty(shape, dtype, label)
+        self._allocations.append(array)
+        if values is None:
+            self._backend.memset(array.ptr, 0, array.nbytes)
+        else:
+            self._backend.copy_h2d(array.ptr, np.ascontiguousarray(values, dtype.np))
+        return array
+
+    def _sampler_state(self, slots: int) -> SamplerState:
+        vocab = self.config.vocab_size
+        empty_i, empty_f = self._filled((1,), I32, None, "none"), self._filled((1,), F32, None, "none")
+        return SamplerState(
+            feed=self._filled((slots,), I32, None, "feed"),
+            counts=self._filled((slots, vocab), I32, None, "counts"),
+            allowed=self._filled((slots, self._allowed_words), uint32, None, "allowed"),
+            **self._results.device,
+            valid_vocab=min(self.options.valid_vocab, vocab),
+            no_lists=SamplerLists(empty_i, empty_f, empty_i),
+        )
+
+    def close(self) -> None:
+        """Free everything the model holds. Sequences must have been released."""
+        self._backend.synchronize()
+        self._graphs.close(self._ctx)
+        self._ctx.scratch.close()
+        self._plan.close()
+        self._results.close()
+        for event in (*self._events, self._forward_done):
+            self._backend.destroy_event(event)
+        for array in self._allocations:
+            self._backend.free(array.ptr)
+        self.kv.close()
+        self.states.close()

@@ -1,0 +1,159 @@
+"""`Planner`: writes a `ForwardBatch` into the plan's host arrays and advances the sequences it touches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sparkrt.model.batch import ForwardBatch, PrefillSlice
+from sparkrt.model.sequence import Needs, SequenceState, SlotTable
+from sparkrt.ops import sampling
+
+
+@dataclass(slots=True)
+class StepRows:
+    """What the rows of a launched step are, kept until it is collected.
+
+    Logits rows are: `sampling` rows (those of `sequences`, then a graph bucket's padding), then `scored` rows of prompts.
+    `touched` with `lengths` say how far each sequence's cache is written after the step.
+    """
+
+    sampling: int
+    sequences: list[SequenceState]
+    needs: Needs
+    prefill_tokens: int = 0
+    targets: list[np.ndarray] = field(default_factory=list)
+    touched: list[SequenceState] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def scored(self) -> int:
+        return sum(len(t) for t in self.targets)
+
+    @property
+    def logit_rows(self) -> int:
+        return self.sampling + self.scored
+
+
+class Planner:
+    """Decode rows first, `bucket` of them with padding (dummy slot, nothing written), then the prefill slices."""
+
+    def __init__(self, table: SlotTable, page_size: int) -> None:
+        self._table = table
+        self._page = page_size
+
+    def fill(self, host: dict[str, np.ndarray], batch: ForwardBatch, bucket: int) -> StepRows:
+        decode = batch.decode
+        n = len(decode)
+        needs = Needs.NOTHING
+        for seq in decode:
+            needs |= seq.needs
+        if n:
+            self._decode_rows(host, decode, bucket)
+        rows = StepRows(bucket, list(decode), needs)
+        if batch.prefill:
+            self._prefill_rows(host, batch.prefill, rows)
+        self._sampler_rows(host, rows)
+        for seq in rows.sequences:
+            seq.generated += 1
+        rows.touched = [*decode, *(p.seq for p in batch.prefill)]
+        rows.lengths = [s.length for s in rows.touched]
+        return rows
+
+    def _decode_rows(self, host: dict[str, np.ndarray], decode: list[SequenceState], bucket: int) -> None:
+        n, table, page = len(decode), self._table, self._page
+        slots = host["decode_slots"][:bucket]
+        slots[:n] = [s.guard.index for s in decode]
+        slots[n:] = table.dummy
+        positions = table.length[slots]
+        host["ids"][:bucket] = 0
+        host["feed_slots"][:bucket] = slots
+        host["positions"][:bucket] = positions
+        slot_map = table.blocks[slots, positions // page] * page + positions % page
+        slot_map[n:] = -1
+        host["slot_map"][:bucket] = slot_map
+        kv_len = host["decode_kv_len"][:bucket]
+        kv_len[:n] = positions[:n] + 1
+        kv_len[n:] = 0
+        # In flight from here on: a position is taken when its step is launched, not when its token is read.
+        table.length[slots[:n]] += 1
+        for seq in decode:
+            seq.length += 1
+
+    def _prefill_rows(self, host: dict[str, np.ndarray], slices: list[PrefillSlice], rows: StepRows) -> None:
+        table, page, at = self._table, self._page, rows.sampling
+        first, cu = at, host["prefill_cu"]
+        cu[0] = 0
+        for i, p in enumerate(slices):
+            seq, n = p.seq, len(p.tokens)
+            assert p.start == seq.length, "slices of a prompt come in order, without gaps"
+            assert seq.length + n <= seq.capacity, "a slice beyond the sequence's reservation"
+            positions = np.arange(p.start, p.start + n, dtype=np.int32)
+            host["ids"][at : at + n] = p.tokens
+            host["positions"][at : at + n] = positions
+            host["slot_map"][at : at + n] = table.blocks[seq.slot, positions // page] * page + positions % page
+            host["prefill_slots"][i] = seq.slot
+            host["prefill_starts"][i] = p.start
+            host["prefill_kv_len"][i] = p.start + n
+            at += n
+            cu[i + 1] = at - first
+            seq.length += n
+            table.length[seq.slot] = seq.length
+            rows.needs |= seq.needs & Needs.COUNTS
+        host["feed_slots"][first:at] = -1
+        rows.prefill_tokens = at - first
+        self._logit_rows(host, slices, rows, first)
+
+    def _logit_rows(self, host: dict[str, np.ndarray], slices: list[PrefillSlice], rows: StepRows, first: int) -> None:
+        """Rows of activations that get logits: decode rows, each sampling slice's last row, then rows to be scored."""
+        cu, chosen, count = host["prefill_cu"], host["logit_rows"], rows.sampling
+        chosen[:count] = np.arange(count)
+        for i, p in enumerate(slices):
+            if p.sample:
+                chosen[count] = first + cu[i + 1] - 1
+                count += 1
+                rows.sequences.append(p.seq)
+                rows.needs |= p.seq.needs
+        rows.sampling = count
+        for i, p in enumerate(slices):
+            if p.targets is not None:
+                n = len(p.targets)
+                chosen[count : count + n] = first + cu[i] + np.arange(n)
+                host["logit_targets"][count : count + n] = p.targets
+                rows.targets.append(p.targets)
+                count += n
+
+    def _sampler_rows(self, host: dict[str, np.ndarray], rows: StepRows) -> None:
+        table, n = self._table, rows.sampling
+        slots = host["sample_slots"][:n]
+        live = len(rows.sequences)
+        slots[:live] = [s.guard.index for s in rows.sequences]
+        slots[live:] = table.dummy
+        if rows.needs & Needs.SAMPLER:
+            host["params_f"][:n] = table.params_f[slots]
+            params = table.params_i[slots]
+            params[:, sampling.I_STEP] = table.generated[slots]
+            host["params_i"][:n] = params
+            host["bias_indptr"][: n + 1] = 0
+            host["stop_indptr"][: n + 1] = 0
+        table.generated[slots[:live]] += 1
+
+    def lists(self, host: dict[str, np.ndarray], rows: StepRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Per-row lists of a step: bias ids and values, and stop ids still banned. Fills their row pointers."""
+        ids: list[int] = []
+        values: list[float] = []
+        stops: list[int] = []
+        for i, seq in enumerate(rows.sequences):
+            p = seq.params
+            ids += p.bias[0]
+            values += p.bias[1]
+            if seq.generated <= p.min_tokens:  # already counts the token this step samples
+                stops += p.stop_ids
+            host["bias_indptr"][i + 1] = len(ids)
+            host["stop_indptr"][i + 1] = len(stops)
+        live = len(rows.sequences)
+        host["bias_indptr"][live + 1 : rows.sampling + 1] = len(ids)
+        host["stop_indptr"][live + 1 : rows.sampling + 1] = len(stops)
+        # Never empty: a zero-length list has no address.
+        return np.array(ids or [0], np.int32), np.array(values or [0.0], np.float32), np.array(stops or [0], np.int32)

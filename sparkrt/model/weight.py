@@ -1,0 +1,191 @@
+"""Weights as the layers see them: what a matrix is (`Weight`), and the three things made of weights.
+
+`Linear`, `Experts` and `Embedding` are built from row segments, each with its own format, so that FP8 q,k,v,z can sit beside
+BF16 b,a in one projection. Every one of them has a delta slot, which LoRA fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from sparkrt.ops.embedding import EMBEDDING
+from sparkrt.ops.linear import LINEAR, LINEAR_INVARIANT
+from sparkrt.ops.moe import MOE_EXPERTS
+from sparkrt.runtime import dtypes
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.dtypes import DType
+
+if TYPE_CHECKING:
+    from sparkrt.model.context import ForwardContext
+    from sparkrt.runtime.backend import GpuBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix on the device: what it means (`shape`, rows by columns) apart from how it is stored.
+
+    `packing` "nk" is row-major as in checkpoints; "kn" is its transpose, which the host's BLAS prefers; kernels may add their own.
+    `scales` belongs to quantized formats.
+    """
+
+    shape: tuple[int, ...]
+    format: DType
+    payload: DeviceArray
+    packing: str = "nk"
+    scales: DeviceArray | None = None
+
+
+class Delta(Protocol):
+    """What a delta slot holds (LoRA): adds its part of the product to `out`, given the materialized input."""
+
+    def add(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlacer:
+    """Turns logical matrices into device weights in the format and packing that the backend computes with.
+
+    `owned` collects every array placed, for the model to free.
+    """
+
+    backend: GpuBackend
+    dtype: DType
+    batch_invariant: bool = False
+    owned: list[DeviceArray] = field(default_factory=list)
+
+    @property
+    def packing(self) -> str:
+        return "kn" if self.backend.properties.kind == "host" else "nk"
+
+    def array(self, values: np.ndarray, label: str, dtype: DType = dtypes.float32) -> DeviceArray:
+        """Place values as they are. float32 unless told: a norm weight stored near 0 loses digits in bf16."""
+        host = np.ascontiguousarray(values, dtype=dtype.np)
+        array = self.backend.empty(host.shape, dtype, label)
+        self.owned.append(array)
+        if host.size:
+            self.backend.copy_h2d(array.ptr, host)
+        return array
+
+    def matrix(self, values: np.ndarray, label: str) -> Weight:
+        """Place [..., N, K] (a matrix, or one per expert)."""
+        payload = values.swapaxes(-1, -2) if self.packing == "kn" else values
+        return Weight(values.shape, self.dtype, self.array(payload, label, self.dtype), self.packing)
+
+    def linear(self, parts: Sequence[np.ndarray], label: str, bias: Sequence[np.ndarray | None] = ()) -> Linear:
+        """One projection whose output columns are those of `parts` in order; parts of one format become one segment."""
+        fused = self.matrix(np.concatenate(parts) if len(parts) > 1 else parts[0], label)
+        joined = None
+        if any(b is not None for b in bias):
+            columns = [np.zeros(p.shape[0], np.float32) if b is None else b for p, b in zip(parts, bias, strict=True)]
+            joined = self.array(np.concatenate(columns), f"{label}.bias", self.dtype)
+        return Linear([Segment(fused, joined)], self.batch_invariant)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive output rows of a projection that share a format."""
+
+    weight: Weight
+    bias: DeviceArray | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(slots=True)
+class Linear:
+    """out[T, N] = x[T, K] · Wᵀ + b, N the sum of the segments' rows."""
+
+    segments: list[Segment]
+    batch_invariant: bool = False
+    delta: Delta | None = None
+
+    @property
+    def out_features(self) -> int:
+        return sum(s.rows for s in self.segments)
+
+    def __call__(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        op = LINEAR_INVARIANT if self.batch_invariant else LINEAR
+        if len(self.segments) == 1:
+            segment = self.segments[0]
+            ctx.launch(op, out, x, segment.weight.payload, segment.bias)
+        else:
+            self._segmented(ctx, out, x)
+        if self.delta is not None:
+            self.delta.add(ctx, out, x)
+
+    def _segmented(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        """Each segment into scratch, then a pitched copy into its columns (an array is contiguous, a column range is not)."""
+        op = LINEAR_INVARIANT if self.batch_invariant else LINEAR
+        tokens, item, column = x.shape[0], out.dtype.itemsize, 0
+        for segment in self.segments:
+            part = ctx.buffer("segment", tokens, segment.rows)
+            ctx.launch(op, part, x, segment.weight.payload, segment.bias)
+            ctx.backend.copy_d2d_2d(
+                out.ptr.offset(column * item),
+                out.shape[1] * item,
+                part.ptr,
+                segment.rows * item,
+                segment.rows * item,
+                tokens,
+                ctx.stream,
+            )
+            column += segment.rows
+
+
+@dataclass(slots=True)
+class Experts:
+    """Routed SwiGLU experts: gate_up [E, 2F, H] (gate rows first), down [E, H, F]."""
+
+    gate_up: Weight
+    down: Weight
+    delta: Delta | None = None
+
+    def __call__(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray, ids: DeviceArray, weights: DeviceArray) -> None:
+        ctx.launch(MOE_EXPERTS, out, x, self.gate_up.payload, self.down.payload, ids, weights)
+        if self.delta is not None:
+            self.delta.add(ctx, out, x)
+
+
+@dataclass(slots=True)
+class Embedding:
+    """Token table [V, H], always row-major: a gather reads rows."""
+
+    table: DeviceArray
+    delta: Delta | None = None
+
+    def __call__(self, ctx: ForwardContext, out: DeviceArray, ids: DeviceArray) -> None:
+        ctx.launch(EMBEDDING, out, ids, self.table)
+        if self.delta is not None:
+            self.delta.add(ctx, out, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm weight with its epsilon and offset (1 for zero-centred weights)."""
+
+    weight: DeviceArray
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a tensor this rank holds: `axis` 0 splits output rows, 1 input columns. A world of one takes it all."""
+
+    rank: int = 0
+    world: int = 1
+
+    def rows(self, total: int) -> slice | None:
+        """This rank's rows of `total`, or None for all of them. Raises ValueError when they do not divide."""
+        if self.world == 1:
+            return None
+        if total % self.world:
+            raise ValueError(f"{total} rows cannot be split over {self.world} ranks")
+        step = total // self.world
+        return slice(self.rank * step, (self.rank + 1) * step)
