@@ -25,6 +25,10 @@ class MemoryFault(EngineFatal):
     """A copy or free outside an allocation, or a second free: a bug in sparkrt, never the user's."""
 
 
+class CaptureError(SparkrtError):
+    """Something that a graph cannot hold was asked for during a capture. The capture is lost, the device is not: run eagerly."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class DevicePtr:
     """An address on the device (or, on the host backend, of NumPy memory). Knows nothing of types."""
