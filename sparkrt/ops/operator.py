@@ -1,14 +1,16 @@
 """`Operator`: one entry per operator, from which launches, parity tests, benchmarks and the docs table are generated.
 
 Calling convention, the same for the host function, the C launcher and `backend.launch`: outputs first (written in place),
-then inputs, then scalars. The reference is a pure function of the inputs and scalars that returns the outputs; it accepts
-float64, which is how parity is judged.
+then inputs, then scalars. The reference is a pure function that returns the outputs, in that order; it accepts float64, which
+is how parity is judged. Its parameters are the trailing arguments of the call: write-only outputs come first and are dropped,
+an output that is also read (a state updated in place) is its first parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,8 @@ class Operator:
     """An operator: what it computes (`reference`), how the host does it (`host`) and which C launcher does it (`cuda`).
 
     `tolerance` is the bound on ‖out − ref‖ / ‖ref‖ against the float64 reference; None means exact (integers).
+    `host_kn` are the positions of weights that cases and the reference hold as [..., N, K] and the host function takes as
+    [..., K, N], the packing its BLAS prefers.
     """
 
     name: str
@@ -45,3 +49,12 @@ class Operator:
     tolerance: float | None = 1e-5
     parity: tuple[Case, ...] = ()
     bench: tuple[Case, ...] = field(default=())
+    host_kn: tuple[int, ...] = ()
+
+    def reference_args(self, args: Sequence[Any]) -> list[Any]:
+        """The part of a call's arguments that the reference takes."""
+        return list(args[len(args) - len(signature(self.reference).parameters) :])
+
+    def host_args(self, args: Sequence[Any]) -> list[Any]:
+        """A call's arguments as the host function takes them: weights packed, everything else as it is."""
+        return [np.ascontiguousarray(np.swapaxes(a, -1, -2)) if i in self.host_kn else a for i, a in enumerate(args)]
