@@ -1,0 +1,3 @@
+"""What sequences remember on the device: paged keys and values, recurrent state by slot."""
+
+from __future__ import annotations

@@ -179,8 +179,6 @@ class Timeline:
     # graphs
     def begin_capture(self, stream: Stream) -> None:
         self.check_stream(stream)
-        if stream.handle == 0:
-            raise CaptureError("the default stream cannot be captured, as on CUDA: create a stream")
         self.forbid_capture("a second capture")
         self._capture = _Capture(stream)
         self.direct = False
