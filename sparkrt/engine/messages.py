@@ -75,3 +75,19 @@ class EngineStats(msgspec.Struct, kw_only=True):
     generation_tokens: int = 0
     step_seconds: float = 0.0
     host_seconds: float = 0.0
+
+
+class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """What the outside needs to know of the loaded model: names, limits, defaults. Sent once by the engine process."""
+
+    name: str  # what was asked for: a folder, a file or a hub id
+    architecture: str
+    dtype: str
+    device: str
+    max_model_len: int  # tokens, prompt and answer together
+    vocab_size: int  # ids that may be given or sampled; the padded rest of the embedding never is
+    eos_token_ids: list[int]  # union of generation_config, config and tokenizer
+    sampling_defaults: dict[str, float | int] = {}  # from generation_config: fields of SamplingParams
+    max_num_seqs: int = 0
+    kv_tokens: int = 0  # tokens that fit into the KV pool
+    weight_bytes: int = 0

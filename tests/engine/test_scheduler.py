@@ -1,0 +1,253 @@
+"""The scheduler alone: budgets, grid, reservations, order, fairness, and thousands of random requests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkrt.engine.scheduler import CHUNK, Job, Limits, Scheduler
+from sparkrt.engine.simulate import Arrival, random_arrivals, simulate
+from sparkrt.errors import CapacityError, EngineFatal, RequestError
+
+
+def limits(**changes: int) -> Limits:
+    return Limits(**{"slots": 8, "blocks": 256, "block_size": 64, "budget": 512, "scored_rows": 64, **changes})
+
+
+def scheduler_with(lengths: list[tuple[int, int]], **changes: int) -> tuple[Scheduler[Job], list[Job]]:
+    scheduler = Scheduler[Job](limits(**changes))
+    jobs = [Job(str(i), prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(lengths)]
+    for job in jobs:
+        scheduler.add(job)
+    while scheduler.admit():
+        pass
+    return scheduler, jobs
+
+
+def slices(scheduler: Scheduler[Job]) -> list[tuple[str, int, int]]:
+    plan = scheduler.plan()
+    scheduler.launched(plan)
+    scheduler.collected(plan)
+    return [(s.job.request_id, s.start, s.stop) for s in plan.prefill]
+
+
+def test_several_prompts_go_into_one_step():
+    scheduler, _ = scheduler_with([(100, 4), (30, 4), (65, 4)])
+    assert slices(scheduler) == [("0", 0, 100), ("1", 0, 30), ("2", 0, 65)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 63, 64, 65, 128, 200])
+def test_slices_end_on_the_grid_whatever_the_budget(budget):
+    scheduler, (job,) = scheduler_with([(300, 4)], budget=budget)
+    cuts = []
+    while job.prefilled < job.prompt:
+        cuts += slices(scheduler)
+    assert [start for _, start, _ in cuts] == [0] + [stop for _, _, stop in cuts[:-1]]
+    assert all(stop % CHUNK == 0 for _, _, stop in cuts[:-1])
+    assert cuts[-1][2] == 300
+
+
+def test_decode_rows_come_first_and_prefill_still_moves():
+    scheduler, jobs = scheduler_with([(10, 50)] * 7 + [(1000, 4)], budget=64)
+    for _ in range(3):
+        slices(scheduler)
+    plan = scheduler.plan()
+    assert len(plan.decode) == 7
+    assert [(s.job, s.stop - s.start) for s in plan.prefill] == [(jobs[7], CHUNK)]
+
+
+def test_a_first_token_does_not_wait_for_another_whole_prompt():
+    # S02: four ingests of 50,000 tokens, then a short request
+    arrivals = [Arrival(0, 50_000, 8) for _ in range(4)] + [Arrival(10, 400, 8)]
+    report = simulate(limits(blocks=4000, budget=512), arrivals, depth=0)
+    assert report.first[4] - 10 <= 3
+    ends = [report.first[i] for i in range(4)]
+    assert min(ends) > 1.5 * 50_000 / 512  # no ingest ran alone
+    assert max(ends) <= 4 * 50_000 / 512 + 10  # and no step was wasted
+
+
+def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones():
+    arrivals = [Arrival(0, 6400, 1)] + [Arrival(step, 256, 1) for step in range(400)]
+    report = simulate(limits(budget=256), arrivals, depth=0)
+    assert report.first[0] <= 450  # 8 slots and more work than the budget: an eighth of half of it is 16 tokens a step
+
+
+@pytest.mark.parametrize("budget", [16, 64, 128])
+def test_tiny_budgets_serve_prompts_in_turn(budget):
+    report = simulate(limits(budget=budget), [Arrival(0, 640, 1) for _ in range(4)], depth=0)
+    assert max(report.first.values()) - min(report.first.values()) <= 20
+
+
+def test_equal_prompts_finish_one_after_the_other():
+    # even sharing alone would give everybody the last step
+    report = simulate(limits(slots=16, budget=2048, blocks=1000), [Arrival(0, 512, 1) for _ in range(16)], depth=0)
+    assert report.first[0] < report.first[15] <= 4
+
+
+def test_scored_prompts_stay_within_the_rows_of_logits():
+    scheduler = Scheduler[Job](limits())
+    for i in range(3):
+        scheduler.add(Job(str(i), 200, 0, scored=True))
+    scheduler.add(Job("plain", 200, 1))
+    while scheduler.admit():
+        pass
+    seen = set()
+    for _ in range(3):
+        cuts = slices(scheduler)
+        scored = [(name, stop - start) for name, start, stop in cuts if name != "plain"]
+        assert sum(rows for _, rows in scored) <= 64
+        seen |= {name for name, _ in scored}
+    assert seen == {"0", "1", "2"}
+
+
+def test_admission_reserves_the_whole_life():
+    scheduler, jobs = scheduler_with([(64, 64), (1, 63), (64, 65)], blocks=5)
+    assert [job.request_id for job in scheduler.admitted.values()] == ["0", "1"]
+    assert [job.blocks for job in jobs] == [2, 1, 3]
+    assert scheduler.free_blocks == 2
+
+
+def test_nobody_overtakes_the_head_of_the_queue():
+    scheduler, _ = scheduler_with([(64, 64), (200, 100), (1, 1)], blocks=6)
+    assert list(scheduler.admitted) == ["0"]
+    assert list(scheduler.waiting) == ["1", "2"]
+
+
+def test_slots_limit_too():
+    scheduler, _ = scheduler_with([(1, 1)] * 5, slots=3)
+    assert len(scheduler.admitted) == 3
+
+
+def test_what_can_never_fit_is_refused_with_numbers():
+    # S01
+    scheduler = Scheduler[Job](limits(blocks=10))
+    with pytest.raises(RequestError, match=r"prompt 600 \+ max_tokens 41.*holds 640") as caught:
+        scheduler.add(Job("big", 600, 41))
+    assert caught.value.param == "max_tokens"
+    assert not scheduler.waiting
+    scheduler.add(Job("fits", 600, 40))
+    assert scheduler.admit()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "admitted", "prefill in flight", "decoding", "decode in flight", "two in flight"])
+def test_finish_at_every_moment(moment):
+    scheduler = Scheduler[Job](limits())
+    job = Job("a", 100, 10)
+    scheduler.add(job)
+    flying = []
+
+    def launch():
+        plan = scheduler.plan()
+        scheduler.launched(plan)
+        flying.append(plan)
+
+    if moment != "waiting":
+        scheduler.admit()
+    if moment not in ("waiting", "admitted"):
+        launch()
+    if moment in ("decoding", "decode in flight"):
+        scheduler.collected(flying.pop(0))
+    if moment in ("decode in flight", "two in flight"):
+        launch()
+    assert scheduler.finish(job) == (moment in ("admitted", "decoding"))
+    scheduler.check_integrity()
+    assert not scheduler.plan()
+    released = [done for plan in flying for done in scheduler.collected(plan)]
+    assert released == ([job] if flying else [])
+    scheduler.check_integrity()
+    assert (scheduler.free_slots, scheduler.free_blocks) == (8, 256)
+
+
+def test_slot_is_kept_while_a_step_in_flight_uses_it():
+    # H12: a step launched ahead still writes to the slot of a request that just stopped
+    scheduler, (first, second) = scheduler_with([(10, 10), (10, 10)], slots=1)
+    step = scheduler.plan()
+    scheduler.launched(step)
+    ahead = scheduler.plan()
+    scheduler.launched(ahead)
+    assert not scheduler.finish(first)
+    assert scheduler.collected(step) == []
+    assert scheduler.admit() is None
+    assert scheduler.collected(ahead) == [first]
+    assert scheduler.admit() is second
+
+
+def test_claims_are_counted():
+    scheduler = Scheduler[Job](limits(slots=2, blocks=10))
+    scheduler.claim(4)
+    scheduler.check_integrity(1, 4)
+    with pytest.raises(EngineFatal, match="0 owned"):
+        scheduler.check_integrity()
+    with pytest.raises(CapacityError, match="6 of 10"):
+        scheduler.claim(7)
+    scheduler.unclaim(4)
+    scheduler.check_integrity()
+
+
+def test_integrity_notices_a_leak():
+    scheduler, (job,) = scheduler_with([(10, 10)])
+    scheduler.free_blocks += 1
+    with pytest.raises(EngineFatal, match="blocks"):
+        scheduler.check_integrity()
+    scheduler.free_blocks -= 1
+    job.finished = True
+    with pytest.raises(EngineFatal, match="still owns"):
+        scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_random_requests(seed, depth):
+    # S04, with integrity checked after every step
+    rng = random.Random(seed)
+    bounds = limits(
+        slots=rng.choice([1, 3, 16]),
+        blocks=rng.choice([40, 200]),
+        block_size=rng.choice([16, 64]),
+        budget=rng.choice([32, 64, 300, 2048]),
+    )
+    arrivals = random_arrivals(rng, 1500)
+    report = simulate(bounds, arrivals, depth)
+    check_report(report, arrivals, bounds)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_traffic_ends_in_order_and_whole(data):
+    bounds = limits(
+        slots=data.draw(st.integers(1, 6)),
+        blocks=data.draw(st.integers(1, 40)),
+        block_size=data.draw(st.sampled_from([16, 32, 64])),
+        budget=data.draw(st.integers(1, 400)),
+    )
+    arrival = st.builds(
+        Arrival,
+        step=st.integers(0, 20),
+        prompt=st.integers(1, 400),
+        max_tokens=st.integers(1, 20),
+        stops=st.none() | st.integers(1, 20),
+        aborted=st.none() | st.integers(0, 40),
+        scored=st.booleans(),
+    )
+    arrivals = data.draw(st.lists(arrival, max_size=20))
+    check_report(simulate(bounds, arrivals, data.draw(st.integers(0, 1))), arrivals, bounds)
+
+
+def check_report(report, arrivals, bounds):
+    assert set(report.end) == set(range(len(arrivals)))
+    order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].step)
+    rank = {index: place for place, index in enumerate(order)}
+    assert [rank[i] for i in report.admitted] == sorted(rank[i] for i in report.admitted)
+    for index, (_, reason) in report.end.items():
+        a, count = arrivals[index], report.tokens.get(index, 0)
+        fits = bounds.blocks_for(a.prompt + a.max_tokens) <= bounds.blocks
+        assert (reason == "refused") == (not fits)
+        if reason == "stop":
+            assert count == a.stops
+        elif reason == "length":
+            assert count == a.max_tokens
+        elif reason == "abort":
+            assert count < (a.stops or a.max_tokens) or a.max_tokens == 0 or count < a.max_tokens
