@@ -144,9 +144,8 @@ class EngineCore:
         began, waited = perf_counter(), self._wait_seconds
         try:
             self.take_turn(self)
-            due = self._in_flight
-            self._in_flight = None
             launched = self._launch()
+            due, self._in_flight = self._in_flight, None
             if self.config.async_scheduling:
                 self._in_flight = launched  # from here until the next step, the host is one step behind
             else:

@@ -80,10 +80,12 @@ class BatchDecodeLoop(Iterator[list[int | None]]):
             if self._read is not None:
                 (tokens, rows), self._read = self._read, None
             else:
-                handle, rows = self._ahead or self._launch()
-                self._ahead = None
-                if core.config.async_scheduling and any(row.planned < row.max_tokens for row in self._live):
-                    self._ahead = self._launch()  # one step ahead: a row that stops in `handle` runs once more for nothing
+                if self._ahead is None:
+                    self._ahead = self._launch()
+                handle, rows = self._ahead
+                # One step ahead: a row that stops in `handle` runs once more for nothing.
+                more = core.config.async_scheduling and any(row.planned < row.max_tokens for row in self._live)
+                self._ahead = self._launch() if more else None
                 tokens = core.collect(handle).tokens.tolist()
             given = self._give(tokens, rows)
             if any(token is not None for token in given):

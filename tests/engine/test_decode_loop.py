@@ -1,0 +1,138 @@
+"""Decode loops: the model's tokens with nothing between, beside requests, and always released."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from sparkrt.engine.decode_loop import BatchDecodeLoop, DecodeLoop
+from sparkrt.errors import CapacityError, EngineFatal, RequestError
+from sparkrt.runtime.backend import OutOfMemory
+from tests.engine.fake_model import FakeModel
+from tests.engine.test_core import DEPTHS, alone, drain, engine, idle, request
+
+
+@DEPTHS
+@pytest.mark.parametrize("length", [1, 64, 65, 1000])
+def test_tokens_are_the_model_s(ahead, length):
+    core, model = engine(ahead)
+    r = request("a", [i % 1000 for i in range(length)], 20)
+    assert list(DecodeLoop(core, r)) == alone(r)
+    idle(core, model)
+
+
+@DEPTHS
+def test_a_stop_id_comes_last(ahead):
+    core, model = engine(ahead)
+    full = alone(request("a", max_tokens=30))
+    loop = DecodeLoop(core, request("a", max_tokens=30, stop_token_ids=[full[6]]))
+    assert list(loop) == full[: full.index(full[6]) + 1]
+    assert list(loop) == []
+    idle(core, model)
+
+
+@DEPTHS
+def test_a_batch_runs_in_step(ahead):
+    core, model = engine(ahead)
+    requests = [request(str(i), range(i * 150 + 1), 4 + 3 * i) for i in range(4)]
+    columns = zip(*BatchDecodeLoop(core, requests), strict=True)
+    for column, r in zip(columns, requests, strict=True):
+        answer = alone(r)
+        assert list(column) == answer + [None] * (13 - len(answer))
+    idle(core, model)
+
+
+@DEPTHS
+def test_rows_that_stop_early_leave_the_step(ahead):
+    core, model = engine(ahead)
+    first = alone(request("a", max_tokens=12))
+    stopping = request("a", max_tokens=12, stop_token_ids=[first[3]])
+    other = request("b", [7], 12)
+    steps = list(BatchDecodeLoop(core, [stopping, other]))
+    assert [step[0] for step in steps] == first[:4] + [None] * 8
+    assert [step[1] for step in steps] == alone(other)
+    assert [rows for rows, _ in model.batches[-5:]] == [1] * 5
+    idle(core, model)
+
+
+@DEPTHS
+@pytest.mark.parametrize("how", ["close", "with", "forget", "error"])
+def test_a_loop_gives_back_what_it_holds(ahead, how):
+    core, model = engine(ahead)
+    loop = DecodeLoop(core, request("a", max_tokens=100))
+    next(loop)
+    next(loop)
+    assert model.free_slots == 3
+    core.check_integrity()
+    if how == "close":
+        loop.close()
+        loop.close()
+    elif how == "with":
+        with loop:
+            next(loop)
+    elif how == "forget":
+        del loop
+        gc.collect()
+    else:
+        model.fail_launch = OutOfMemory("scratch")
+        with pytest.raises(OutOfMemory):
+            list(loop)
+    idle(core, model)
+
+
+@DEPTHS
+def test_loops_and_requests_side_by_side(ahead):
+    core, model = engine(ahead)
+    a, b, c = request("a", range(70), 30), request("b", [3], 25), request("c", range(200), 20)
+    core.add(c)
+    loops = DecodeLoop(core, a), DecodeLoop(core, b)
+    got = [], []
+    outputs = []
+    for _ in range(10):
+        for loop, mine in zip(loops, got, strict=True):
+            mine.append(next(loop))
+        outputs += core.step()
+        core.check_integrity()
+    for loop, mine in zip(loops, got, strict=True):
+        mine += loop
+    tokens = {"c": [t for out in outputs for t in out.token_ids]}
+    drain(core, tokens)
+    assert got == (alone(a), alone(b))
+    assert tokens["c"] == alone(c)
+    idle(core, model)
+
+
+def test_a_loop_counts_in_admission():
+    core, model = engine(model=FakeModel(slots=2, blocks=4))
+    loop = DecodeLoop(core, request("loop", [1], 100))
+    core.add(request("a", [1], 100))
+    core.add(request("b", [1], 100))
+    core.step()
+    assert core.stats().waiting == 1
+    loop.close()
+    core.step()
+    assert core.stats().waiting == 0
+    drain(core)
+    idle(core, model)
+
+
+def test_no_room_takes_nothing():
+    core, model = engine(model=FakeModel(slots=2))
+    with pytest.raises(CapacityError, match="0 of 2 slots"):
+        BatchDecodeLoop(core, [request(str(i)) for i in range(3)])
+    idle(core, model)
+    with pytest.raises(RequestError):
+        BatchDecodeLoop(core, [])
+
+
+@DEPTHS
+def test_closing_the_engine_ends_its_loops(ahead):
+    core, model = engine(ahead)
+    loop = DecodeLoop(core, request("a", max_tokens=100))
+    next(loop)
+    next(loop)
+    core.close()
+    assert model.free_slots == 4
+    with pytest.raises(EngineFatal, match="closed"):
+        next(loop)
