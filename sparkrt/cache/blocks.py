@@ -88,7 +88,7 @@ class BlockPool:
             raise EngineFatal(f"{len(wrong)} of {self.num_blocks} cache blocks are miscounted ({', '.join(wrong[:8])})")
         free = [b for start in self._starts for b in range(start, start + self._lengths[start])]
         if free != [b for b, refs in enumerate(self._refs) if not refs] or len(free) != self._free:
-            raise EngineFatal(f"{len(free)} cache blocks in the free list, {self._free} free, {len(held)} held of {self.num_blocks}")
+            raise EngineFatal(f"free list of {len(free)} cache blocks, {self._free} free, {len(held)} held of {self.num_blocks}")
 
     def _best_run(self, want: int) -> int:
         """Start of the smallest free run of at least `want` blocks, else of the longest."""

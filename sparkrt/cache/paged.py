@@ -108,7 +108,8 @@ class PagedKvCache:
     def close(self) -> None:
         """Free the memory; a second call does nothing."""
         while self._bases:
-            self._backend.free(self._bases.pop())
+            if base := self._bases.pop():
+                self._backend.free(base)
         self._k.clear()
         self._v.clear()
 

@@ -142,7 +142,8 @@ class StatePool:
         self._state.clear()
         self._ring.clear()
         for base in bases:
-            self._backend.free(base)
+            if base:
+                self._backend.free(base)
 
     def _give_back(self, slot: int) -> None:
         self._held.remove(slot)
@@ -222,4 +223,5 @@ class StateSnapshot:
     def close(self) -> None:
         """Free the memory; a second call does nothing."""
         base, self.base = self.base, NULL
-        self._backend.free(base)
+        if base:
+            self._backend.free(base)

@@ -74,4 +74,5 @@ class Arena:
         """Free the allocation; a second call does nothing."""
         base, self._base = self._base, NULL
         self._arrays = {}
-        self._backend.free(base)
+        if base:
+            self._backend.free(base)

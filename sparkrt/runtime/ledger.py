@@ -84,9 +84,7 @@ class Ledger:
         return block
 
     def give(self, ptr: DevicePtr, pinned: bool) -> None:
-        """Free a block by its first address. NULL is nothing to free. Raises MemoryFault."""
-        if not ptr:
-            return
+        """Free a block by its first address. Raises MemoryFault."""
         block = self._live.get(ptr.address)
         if block is None:
             before = next((old for old in reversed(self._freed) if old.address == ptr.address), None)
