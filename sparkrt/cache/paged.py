@@ -92,6 +92,8 @@ class PagedKvCache:
     def copy_block(self, group: int, src: int, dst: int, stream: Stream | None = None) -> None:
         """Copy one block, K and V in all layers, on the device."""
         g = self.groups[group]
+        if not g.layers:
+            return
         pitch = (self.num_blocks + 1) * g.page_bytes
         base = self._bases[group]
         self._backend.copy_d2d_2d(
