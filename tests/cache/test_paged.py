@@ -201,6 +201,15 @@ def test_fork_at_a_page_boundary_copies_nothing(tokens: int) -> None:
     assert not set(twin.blocks[tokens // 4 :]) & set(table.blocks)
 
 
+def test_a_later_shorter_fork_does_not_unshare() -> None:
+    _, cache = _cache()
+    table = cache.new_table()
+    table.extend_to(12)
+    twins = [table.fork(8), table.fork(4)]
+    assert (table.shared, *(twin.shared for twin in twins)) == (2, 2, 1)
+    assert table.slots(0, 9).tolist() == [-1] * 8 + [8]
+
+
 def test_fork_of_a_fork() -> None:
     _, cache = _cache(12)
     a = cache.new_table()
