@@ -17,8 +17,8 @@ from sparkrt.errors import RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice
 
 if TYPE_CHECKING:
-    from sparkrt.engine.core import EngineCore
-    from sparkrt.engine.messages import EngineRequest
+    from sparkrt.engine.llm import LLM
+    from sparkrt.engine.params import SamplingParams
     from sparkrt.model.sequence import SequenceState
 
 
@@ -37,22 +37,23 @@ class _Row:
 class BatchDecodeLoop(Iterator[list[int | None]]):
     """Several prompts in step: each `next` is one model step and gives one token id per prompt, None for those that ended.
 
-    A row ends with its stop id (given last) or after `max_tokens`. Raises CapacityError, taking nothing, when there is no
-    room for all prompts now.
+    A row ends with its stop id (given last) or after `max_tokens`. Without `sampling_params` the model's defaults hold, for the
+    rest of the context. Raises CapacityError, taking nothing, when there is no room for all prompts now.
     """
 
-    def __init__(self, core: EngineCore, requests: Sequence[EngineRequest]) -> None:
-        self._core = core
+    def __init__(self, llm: LLM, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | None = None) -> None:
+        self._core = core = llm.core
         self._rows: list[_Row] = []
         self._live: list[_Row] = []
         self._ahead: tuple[int, list[_Row]] | None = None  # a step launched before the caller asked for it
         self._read: tuple[list[int], list[_Row]] | None = None  # the same, read because somebody else needed the device
         self._started = False
         self._closed = False
-        if not requests:
+        if not prompts:
             raise RequestError("no prompts", param="prompt")
         try:
-            for index, r in enumerate(requests):
+            for index, ids in enumerate(prompts):
+                r = llm.loop_request(ids, sampling_params)
                 seq = core.claim(r)
                 tokens = np.array(r.prompt_ids, np.int32)
                 self._rows.append(_Row(index, seq, tokens, frozenset(r.stop_token_ids), r.max_tokens))
@@ -177,8 +178,8 @@ class BatchDecodeLoop(Iterator[list[int | None]]):
 class DecodeLoop(Iterator[int]):
     """One prompt: an iterator of token ids, the stop id included. See `BatchDecodeLoop`."""
 
-    def __init__(self, core: EngineCore, request: EngineRequest) -> None:
-        self._loop = BatchDecodeLoop(core, [request])
+    def __init__(self, llm: LLM, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None) -> None:
+        self._loop = BatchDecodeLoop(llm, [prompt_ids], sampling_params)
 
     def __next__(self) -> int:
         token = next(self._loop)[0]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
-from sparkrt.engine.decode_loop import BatchDecodeLoop, DecodeLoop
+from sparkrt.engine import decode_loop
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.runtime.backend import OutOfMemory
 from tests.engine.fake_model import FakeModel
 from tests.engine.test_core import DEPTHS, alone, drain, engine, idle, request
+
+
+def llm(core):
+    return SimpleNamespace(core=core, loop_request=lambda request, params: request)
+
+
+def loop_of(core, request):
+    return decode_loop.DecodeLoop(llm(core), request)
+
+
+def loops_of(core, requests):
+    return decode_loop.BatchDecodeLoop(llm(core), requests)
 
 
 @DEPTHS
@@ -18,7 +31,7 @@ from tests.engine.test_core import DEPTHS, alone, drain, engine, idle, request
 def test_tokens_are_the_model_s(ahead, length):
     core, model = engine(ahead)
     r = request("a", [i % 1000 for i in range(length)], 20)
-    assert list(DecodeLoop(core, r)) == alone(r)
+    assert list(loop_of(core, r)) == alone(r)
     idle(core, model)
 
 
@@ -26,7 +39,7 @@ def test_tokens_are_the_model_s(ahead, length):
 def test_a_stop_id_comes_last(ahead):
     core, model = engine(ahead)
     full = alone(request("a", max_tokens=30))
-    loop = DecodeLoop(core, request("a", max_tokens=30, stop_token_ids=[full[6]]))
+    loop = loop_of(core, request("a", max_tokens=30, stop_token_ids=[full[6]]))
     assert list(loop) == full[: full.index(full[6]) + 1]
     assert list(loop) == []
     idle(core, model)
@@ -36,7 +49,7 @@ def test_a_stop_id_comes_last(ahead):
 def test_a_batch_runs_in_step(ahead):
     core, model = engine(ahead)
     requests = [request(str(i), range(i * 150 + 1), 4 + 3 * i) for i in range(4)]
-    columns = zip(*BatchDecodeLoop(core, requests), strict=True)
+    columns = zip(*loops_of(core, requests), strict=True)
     for column, r in zip(columns, requests, strict=True):
         answer = alone(r)
         assert list(column) == answer + [None] * (13 - len(answer))
@@ -49,7 +62,7 @@ def test_rows_that_stop_early_leave_the_step(ahead):
     first = alone(request("a", max_tokens=12))
     stopping = request("a", max_tokens=12, stop_token_ids=[first[3]])
     other = request("b", [7], 12)
-    steps = list(BatchDecodeLoop(core, [stopping, other]))
+    steps = list(loops_of(core, [stopping, other]))
     assert [step[0] for step in steps] == first[:4] + [None] * 8
     assert [step[1] for step in steps] == alone(other)
     assert [rows for rows, _ in model.batches[-5:]] == [1] * 5
@@ -60,7 +73,7 @@ def test_rows_that_stop_early_leave_the_step(ahead):
 @pytest.mark.parametrize("how", ["close", "with", "forget", "error"])
 def test_a_loop_gives_back_what_it_holds(ahead, how):
     core, model = engine(ahead)
-    loop = DecodeLoop(core, request("a", max_tokens=100))
+    loop = loop_of(core, request("a", max_tokens=100))
     next(loop)
     next(loop)
     assert model.free_slots == 3
@@ -86,7 +99,7 @@ def test_loops_and_requests_side_by_side(ahead):
     core, model = engine(ahead)
     a, b, c = request("a", range(70), 30), request("b", [3], 25), request("c", range(200), 20)
     core.add(c)
-    loops = DecodeLoop(core, a), DecodeLoop(core, b)
+    loops = loop_of(core, a), loop_of(core, b)
     got = [], []
     outputs = []
     for _ in range(10):
@@ -105,7 +118,7 @@ def test_loops_and_requests_side_by_side(ahead):
 
 def test_a_loop_counts_in_admission():
     core, model = engine(model=FakeModel(slots=2, blocks=4))
-    loop = DecodeLoop(core, request("loop", [1], 100))
+    loop = loop_of(core, request("loop", [1], 100))
     core.add(request("a", [1], 100))
     core.add(request("b", [1], 100))
     core.step()
@@ -120,16 +133,16 @@ def test_a_loop_counts_in_admission():
 def test_no_room_takes_nothing():
     core, model = engine(model=FakeModel(slots=2))
     with pytest.raises(CapacityError, match="0 of 2 slots"):
-        BatchDecodeLoop(core, [request(str(i)) for i in range(3)])
+        loops_of(core, [request(str(i)) for i in range(3)])
     idle(core, model)
     with pytest.raises(RequestError):
-        BatchDecodeLoop(core, [])
+        loops_of(core, [])
 
 
 @DEPTHS
 def test_closing_the_engine_ends_its_loops(ahead):
     core, model = engine(ahead)
-    loop = DecodeLoop(core, request("a", max_tokens=100))
+    loop = loop_of(core, request("a", max_tokens=100))
     next(loop)
     next(loop)
     core.close()
