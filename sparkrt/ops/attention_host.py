@@ -1,0 +1,171 @@
+"""Attention on the host. One sequence at a time, so a row's bits depend on its own query, pages and length only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sparkrt.ops.attention_reference import CAUSAL, FULL, MASKED
+
+_KEYS = 512  # keys a prefill tile looks at
+_TILE = 1 << 18  # scores a prefill tile holds (1 MiB: half a core's L2) unless 16 queries already need more
+
+
+def paged_attention_prefill(
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    q: np.ndarray,
+    k_pool: np.ndarray,
+    v_pool: np.ndarray,
+    block_tables: np.ndarray,
+    slots: np.ndarray,
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    scale: float,
+    mask: int,
+    window: int,
+    bias: np.ndarray | None,
+) -> None:
+    """One copy of each sequence's keys and values head by head, then tiles of queries by keys with a running softmax."""
+    heads, page_size = q.shape[1], k_pool.shape[2]
+    bounds = cu_q.tolist()
+    for slot, length, first, last in zip(slots.tolist(), kv_len.tolist(), bounds[:-1], bounds[1:], strict=True):
+        if first == last:
+            continue
+        pages = block_tables[slot, : -(-length // page_size)]
+        k, v = _by_head(k_pool, pages, length), _by_head(v_pool, pages, length)
+        for start, stop in _query_tiles(first, last, heads, min(length, _KEYS)):
+            position = length - last + start  # of the tile's first query
+            keys = (max(0, position - window + 1) if window else 0, length if mask == FULL else position + stop - start)
+            tile_bias = None if bias is None else bias[:, start:stop]
+            rows, row_lse = _attend_tile(q[start:stop], k, v, scale, position, keys, mask, window, tile_bias)
+            out[start:stop] = rows
+            if lse is not None:
+                lse[start:stop] = row_lse
+
+
+def _query_tiles(first: int, last: int, heads: int, keys: int) -> Iterator[tuple[int, int]]:
+    step = max(16, _TILE // (heads * max(keys, 1)))
+    return ((i, min(i + step, last)) for i in range(first, last, step))
+
+
+def _attend_tile(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    position: int,
+    keys: tuple[int, int],
+    mask: int,
+    window: int,
+    bias: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [R, Hq, D] at positions position … against k, v [Hkv, L, D] in the range `keys`; (out [R, Hq, D], lse [R, Hq])."""
+    rows, heads, dim = q.shape
+    kv_heads, group = k.shape[0], heads // k.shape[0]
+    scaled = np.empty((kv_heads, group, rows, dim), q.dtype)
+    np.multiply(q.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3), scale, scaled)
+    flat = scaled.reshape(kv_heads, group * rows, dim)
+    top = np.full((kv_heads, group * rows, 1), MASKED, q.dtype)
+    total, acc = np.zeros_like(top), np.zeros_like(flat)
+    for a in range(keys[0], keys[1], _KEYS):
+        b = min(a + _KEYS, keys[1])
+        scores = np.matmul(flat, k[:, a:b].swapaxes(1, 2))
+        by_row = scores.reshape(kv_heads, group, rows, b - a)
+        if bias is not None:
+            by_row += bias[:, :, a:b].reshape(by_row.shape)
+        if (mask == CAUSAL and b - 1 > position) or (window and a <= position + rows - 1 - window):
+            at, key = np.arange(position, position + rows)[:, None], np.arange(a, b)
+            hidden = (key > at) if mask == CAUSAL else np.zeros((rows, b - a), bool)
+            if window:
+                hidden |= key <= at - window
+            np.copyto(by_row, -np.inf, where=hidden)
+        new_top = np.maximum(top, scores.max(-1, keepdims=True))
+        scores -= new_top
+        np.exp(scores, scores)
+        fade = np.exp(top - new_top)
+        total = total * fade + scores.sum(-1, keepdims=True)
+        acc = acc * fade + np.matmul(scores, v[:, a:b])
+        top = new_top
+    seen = total > 0
+    np.divide(acc, total, acc, where=seen)
+    lse = np.where(seen, top + np.log(np.where(seen, total, 1)), -np.inf)
+    shape = (kv_heads, group, rows)
+    return (
+        acc.reshape(*shape, dim).transpose(2, 0, 1, 3).reshape(rows, heads, dim),
+        lse.reshape(shape).transpose(2, 0, 1).reshape(rows, heads),
+    )
+
+
+def _by_head(pool: np.ndarray, pages: np.ndarray, length: int) -> np.ndarray:
+    """A sequence's first `length` tokens as [Hkv, L, D], one copy; not a byte beyond `length` is read."""
+    _, kv_heads, page_size, dim = pool.shape
+    out = np.empty((kv_heads, length, dim), pool.dtype)
+    whole = length // page_size
+    aligned = out[:, : whole * page_size].reshape(kv_heads, whole, page_size, dim).transpose(1, 0, 2, 3)
+    np.copyto(aligned, pool[_run(pages[:whole])])
+    if length > whole * page_size:
+        out[:, whole * page_size :] = pool[pages[whole], :, : length - whole * page_size]
+    return out
+
+
+def _run(pages: np.ndarray) -> slice | np.ndarray:
+    """Pages as a slice where they are one ascending run (the pool is then read in place), else as they are (a gather)."""
+    n = len(pages)
+    if n == 0:
+        return slice(0, 0)
+    first = int(pages[0])
+    if int(pages[-1]) - first == n - 1 and (n < 3 or bool((pages[1:] - pages[:-1] == 1).all())):
+        return slice(first, first + n)
+    return pages
+
+
+def paged_attention_decode(
+    out: np.ndarray,
+    q: np.ndarray,
+    k_pool: np.ndarray,
+    v_pool: np.ndarray,
+    block_tables: np.ndarray,
+    slots: np.ndarray,
+    kv_len: np.ndarray,
+    scale: float,
+) -> None:
+    """Row by row. Products go page by page, so that a run of pages is read where it lies; nothing beyond a length is read."""
+    rows, heads, dim = q.shape
+    kv_heads, page_size = k_pool.shape[1:3]
+    scaled = (q * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
+    grouped = out.reshape(scaled.shape)
+    for row, (slot, length) in enumerate(zip(slots.tolist(), kv_len.tolist(), strict=True)):
+        if length == 0:
+            grouped[row] = 0
+            continue
+        whole, tail = divmod(length, page_size)
+        tail_page = int(block_tables[slot, whole]) if tail else 0
+        _attend_row(grouped[row], scaled[row], k_pool, v_pool, _run(block_tables[slot, :whole]), tail_page, tail)
+
+
+def _attend_row(
+    out: np.ndarray, q: np.ndarray, k_pool: np.ndarray, v_pool: np.ndarray, pages: np.ndarray | slice, tail_page: int, tail: int
+) -> None:
+    """out, q [Hkv, G, D] over all of `pages` and the first `tail` tokens of `tail_page`."""
+    k, v = k_pool[pages], v_pool[pages]
+    tail_k, tail_v = k_pool[tail_page, :, :tail], v_pool[tail_page, :, :tail]
+    kv_heads, group, _ = q.shape
+    count, _, page_size, _ = k.shape
+    whole = count * page_size
+    scores = np.empty((kv_heads, group, whole + tail), q.dtype)
+    by_page = scores[..., :whole].reshape(kv_heads, group, count, page_size).transpose(2, 0, 1, 3)
+    if count:
+        np.matmul(q, k.swapaxes(2, 3), by_page)
+    if tail:
+        np.matmul(q, tail_k.swapaxes(1, 2), scores[..., whole:])
+    scores -= np.maximum.reduce(scores, -1, keepdims=True)
+    np.exp(scores, scores)
+    if tail:
+        np.matmul(scores[..., whole:], tail_v, out)
+    else:
+        out[...] = 0
+    if count:
+        np.add(out, np.add.reduce(np.matmul(by_page, v), 0), out)
+    out /= np.add.reduce(scores, -1, keepdims=True)

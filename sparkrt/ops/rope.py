@@ -1,0 +1,119 @@
+"""Rotary embeddings: inverse frequencies under every scaling rule, and the cos/sin table kernels read.
+
+Plain functions of numbers. Multimodal RoPE gives each frequency the time, height or width position of its token; a text token
+has the same value in all three, so its table is this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log, pi
+
+import numpy as np
+
+from sparkrt.errors import LoadError
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def inverse_frequencies(
+    theta: float,
+    rotary_dim: int,
+    kind: str = "default",
+    factor: float = 1.0,
+    original_max_position: int = 0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    freq_divisors: Sequence[float] = (),
+) -> np.ndarray:
+    """Radians per position of each rotated pair, float64 [rotary_dim / 2].
+
+    `factor` is how many times longer the context gets, `original_max_position` what it was (llama3, yarn). `freq_divisors`
+    divide the result (GGUF's rope_freqs). Raises LoadError on an unknown kind, an odd dimension or missing numbers.
+    """
+    if kind not in KINDS:
+        raise LoadError(f"rope type {kind!r} is not supported; known: {', '.join(KINDS)}")
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise LoadError(f"rotary dimension {rotary_dim} is not a positive even number")
+    if kind in ("llama3", "yarn") and (original_max_position <= 0 or factor <= 0):
+        found = f"factor {factor}, original_max_position_embeddings {original_max_position}"
+        raise LoadError(f"rope type {kind!r} needs both numbers above 0: {found}")
+    pairs = np.arange(rotary_dim // 2, dtype=np.float64)
+    w = theta ** (-2.0 * pairs / rotary_dim)
+    if kind == "linear":
+        w = w / factor
+    elif kind == "llama3":
+        turns = original_max_position * w / (2 * pi)  # full turns within the original context
+        keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+        w = w * keep + w / factor * (1.0 - keep)
+    elif kind == "yarn":
+        low, high = (_pair_turning(n, theta, rotary_dim, original_max_position) for n in (beta_fast, beta_slow))
+        if truncate:
+            low, high = float(np.floor(low)), float(np.ceil(high))
+        low, high = max(low, 0.0), min(high, rotary_dim - 1.0)
+        ramp = np.clip((pairs - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        w = w * (1.0 - ramp) + w / factor * ramp
+    if len(freq_divisors):
+        if len(freq_divisors) != len(w):
+            raise LoadError(f"{len(freq_divisors)} rope frequency divisors for {len(w)} rotated pairs")
+        w = w / np.asarray(freq_divisors, np.float64)
+    return w
+
+
+def _pair_turning(turns: float, theta: float, rotary_dim: int, positions: int) -> float:
+    """The (fractional) pair whose frequency makes `turns` full turns within `positions`."""
+    return rotary_dim * log(positions / (2 * pi * turns)) / (2 * log(theta))
+
+
+def attention_factor(
+    kind: str = "default",
+    factor: float = 1.0,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+) -> float:
+    """What cos and sin are multiplied by: 1 except for yarn, whose longer contexts need sharper attention."""
+    if kind != "yarn":
+        return 1.0
+    if attention_factor is not None:
+        return attention_factor
+    if mscale and mscale_all_dim:
+        return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+    return _yarn_mscale(factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def rope_table(frequencies: np.ndarray, scale: float, max_position: int) -> np.ndarray:
+    """float32 [max_position, 2 · pairs]: cosines of all pairs, then sines, times `scale` (the attention factor)."""
+    angle = np.arange(max_position, dtype=np.float64)[:, None] * frequencies
+    table = np.empty((max_position, 2 * len(frequencies)), np.float32)
+    np.multiply(np.cos(angle), scale, out=table[:, : len(frequencies)], casting="same_kind")
+    np.multiply(np.sin(angle), scale, out=table[:, len(frequencies) :], casting="same_kind")
+    return table
+
+
+def rope_ref(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+    """Rotate the first R channels of every head of x [T, heads, D]: pair i is channels i and i + R/2."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = np.split(cos_sin[positions][:, None, :], 2, axis=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def rope_inplace(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> None:
+    """`rope_ref` on x itself."""
+    half = cos_sin.shape[1] // 2
+    table = cos_sin.take(positions, 0, None, "clip")[:, None, :]
+    cos, sin = table[..., :half], table[..., half:]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    a_sin, b_sin = a * sin, b * sin
+    a *= cos
+    a -= b_sin
+    b *= cos
+    b += a_sin
