@@ -33,7 +33,8 @@ def build_model(
     """Place every weight on the device and allocate all that a step will need. Raises LoadError from the source."""
     built = _Builder(backend, config, source, options, progress)
     decoder = built.decoder()
-    group = KvGroup(config.attention_layers, options.dtype, config.attention.num_kv_heads, config.attention.head_dim, options.page_size)
+    a = config.attention
+    group = KvGroup(config.attention_layers, options.dtype, a.num_kv_heads, a.head_dim, options.page_size)
     kv = PagedKvCache(backend, [group], options.num_blocks)
     states = StatePool(backend, config.gdn_layers, options.max_num_seqs, built.state_dims(), options.dtype)
     return HybridModel(backend, config, options, decoder, kv, states, built.placer.owned)
@@ -156,4 +157,3 @@ class _Builder:
         """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
         g = self.config.gdn
         return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
-

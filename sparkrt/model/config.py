@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of the first `rotary_dim` channels of a head. `scaling` holds the keys of HF's dict, merged and checked."""
+    """Rotary embedding of the first `rotary_dim` channels of a head, with the scaling `kind` and its keys."""
 
     theta: float
     rotary_dim: int

@@ -6,6 +6,7 @@ be launched in between: decode rows take their input from the device's feed tabl
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from sparkrt.cache.paged import PagedKvCache
 from sparkrt.cache.state import StatePool
 from sparkrt.errors import CapacityError
-from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams, TokenLogprobs
+from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.context import F32, I32, ForwardContext, Reservation, Scratch, StepShape
 from sparkrt.model.plan import PlanLimits, StepPlan
@@ -204,7 +205,7 @@ class HybridModel:
             guard.release()
             raise
         self.states.copy_slot(seq.slot, guard.index, self._ctx.stream)
-        twin = SequenceState(guard, blocks, seq.params, seq.capacity, seq.length, seq.generated, seq.kv_valid_tokens, seq.adapter_id, seq.needs)
+        twin = dataclasses.replace(seq, guard=guard, blocks=blocks, aux=dict(seq.aux))
         self._adopt(twin)
         for table in (self._sampler.feed, self._sampler.counts):
             old, new = (table.rows(s, s + 1) for s in (seq.slot, twin.slot))
@@ -253,7 +254,8 @@ class HybridModel:
         ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
         if pure and not self._eager:
-            self._graphs.run(ctx, ("forward", bucket), lambda: self._decoder.forward(ctx, self._sampler.feed, logits, gather=False))
+            feed = self._sampler.feed
+            self._graphs.run(ctx, ("forward", bucket), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=True)
         self._backend.record_event(self._forward_done, ctx.stream)
@@ -267,7 +269,8 @@ class HybridModel:
             s, first = ctx.shape.slices, ctx.shape.decode
             ids = ctx.buffer("ids", ctx.tokens).rows(first, ctx.tokens)
             plan = ctx.plan
-            slots, cu, starts = plan["prefill_slots"].rows(0, s), plan["prefill_cu"].rows(0, s + 1), plan["prefill_starts"].rows(0, s)
+            slots, starts = plan["prefill_slots"].rows(0, s), plan["prefill_starts"].rows(0, s)
+            cu = plan["prefill_cu"].rows(0, s + 1)
             ctx.launch(MARK_PROMPT, self._sampler.counts, slots, ids, cu, starts)
         if n:
             greedy = not rows.needs & Needs.SAMPLER

@@ -92,7 +92,10 @@ class Planner:
             positions = np.arange(p.start, p.start + n, dtype=np.int32)
             host["ids"][at : at + n] = p.tokens
             host["positions"][at : at + n] = positions
-            host["slot_map"][at : at + n] = table.blocks[seq.slot, positions // page] * page + positions % page
+            pages = positions // page
+            slot_map = table.blocks[seq.slot, pages] * page + positions % page
+            slot_map[pages < seq.blocks.shared] = -1  # shared pages are read, never rewritten
+            host["slot_map"][at : at + n] = slot_map
             host["prefill_slots"][i] = seq.slot
             host["prefill_starts"][i] = p.start
             host["prefill_kv_len"][i] = p.start + n

@@ -1,6 +1,7 @@
 """`Residual`: the stream that layers read from and write to, owned by the model.
 
-Layers never add to it directly. A highway of several float32 streams (hyper-connections) is another `Residual`, not another layer.
+Layers never add to it directly. A highway of several float32 streams (hyper-connections) is another `Residual`, not another
+layer.
 """
 
 from __future__ import annotations

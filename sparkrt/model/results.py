@@ -29,7 +29,8 @@ class ResultLayout:
         chosen = self.rows
         rank = chosen + self.logit_rows
         top_ids = rank + self.logit_rows
-        return {"tokens": 0, "chosen": chosen, "rank": rank, "top_ids": top_ids, "top_logprobs": top_ids + self.logit_rows * self.k}
+        top_logprobs = top_ids + self.logit_rows * self.k
+        return {"tokens": 0, "chosen": chosen, "rank": rank, "top_ids": top_ids, "top_logprobs": top_logprobs}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         n, k = self.logit_rows, self.k
@@ -73,9 +74,7 @@ class ResultBuffers:
             shape = shapes[name]
             return words[offsets[name] : offsets[name] + int(np.prod(shape))].reshape(shape)
 
-        return ScoreView(
-            part("chosen").view(np.float32), part("rank"), part("top_ids"), part("top_logprobs").view(np.float32)
-        )
+        return ScoreView(part("chosen").view(np.float32), part("rank"), part("top_ids"), part("top_logprobs").view(np.float32))
 
     def close(self) -> None:
         for pinned in self._pinned:

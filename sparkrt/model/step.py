@@ -6,9 +6,11 @@ A graph's key is (row bucket, sampler kind) and nothing about occupants: slots, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sparkrt.errors import SparkrtError
 from sparkrt.model.context import ForwardContext
 from sparkrt.ops.embedding import GATHER_ROWS, SELECT_TOKENS
 from sparkrt.ops.sampling import GREEDY, LOGPROBS, SAMPLE
@@ -125,8 +127,11 @@ class GraphCache:
         ctx.backend.begin_capture(ctx.stream)
         try:
             body()
-        finally:
-            graph = ctx.backend.end_capture(ctx.stream)
+        except BaseException:
+            with suppress(SparkrtError):  # the body's error is the one to tell
+                ctx.backend.destroy_graph(ctx.backend.end_capture(ctx.stream))
+            raise
+        graph = ctx.backend.end_capture(ctx.stream)
         self.captures += 1
         try:
             return ctx.backend.instantiate(graph)
@@ -137,5 +142,3 @@ class GraphCache:
         for graph in self._graphs.values():
             ctx.backend.destroy_graph(graph)
         self._graphs.clear()
-
-

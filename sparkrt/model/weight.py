@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Weight:
     """A matrix on the device: what it means (`shape`, rows by columns) apart from how it is stored.
 
-    `packing` "nk" is row-major as in checkpoints; "kn" is its transpose, which the host's BLAS prefers; kernels may add their own.
-    `scales` belongs to quantized formats.
+    `packing` "nk" is row-major as in checkpoints; "kn" is its transpose, which the host's BLAS prefers; kernels may add their
+    own. `scales` belongs to quantized formats.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: one fused projection, q/k norm + RoPE + append, decode and prefill rows on their own kernels."""
+"""Attention over the paged cache: one fused projection, q/k norm + RoPE + append, one kernel each for decode and prefill."""
 
 from __future__ import annotations
 

@@ -1,0 +1,110 @@
+"""Reading a configuration key by key, so that every fault names the file and the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from sparkrt.errors import LoadError
+
+_LARGEST = 2**31 - 1
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises LoadError naming the file where it cannot be read or is something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise LoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class ConfigKeys:
+    """One level of a configuration. A null counts as absent; a key without a default is required.
+
+    `section` is put before key names in messages, `aliases` gives the name a key has in the file where that differs.
+    """
+
+    def __init__(
+        self, values: Mapping[str, object], file: str, section: str = "", aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.file = file
+        self._section = section
+        self._aliases = aliases or {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def fault(self, key: str, problem: str) -> LoadError:
+        """The error to raise about `key`."""
+        return LoadError(f"{self.file}: {self._section}{self._aliases.get(key, key)} {problem}")
+
+    def section(self, key: str) -> ConfigKeys | None:
+        """The object under `key`, None where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fault(key, f"must be an object, not {value!r}")
+        return ConfigKeys(value, self.file, f"{self._section}{key}.")
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _LARGEST) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.fault(key, f"must be an integer from {minimum} to {maximum}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A finite number above zero (`zero`: or zero)."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e300 or (value == 0 and not zero):
+            raise self.fault(key, f"must be a finite number above zero, not {value!r}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key, zero=True) if key in self else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.fault(key, f"must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.fault(key, f"must be a string, not {value!r}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings, empty where there is none."""
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fault(key, f"must be a list of strings, not {value!r}")
+        return tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of them, none below zero; empty where there is none."""
+        value = self.values.get(key, [])
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LARGEST for item in items):
+            raise self.fault(key, f"must be an integer or a list of integers from 0 on, not {value!r}")
+        return tuple(items)
+
+    def only(self, key: str, allowed: Collection[object], why: str) -> None:
+        """Refuse a value that would be computed differently; absent is fine."""
+        if key in self and self.values[key] not in allowed:
+            expected = " or ".join(json.dumps(value) for value in allowed)
+            raise self.fault(key, f"is {json.dumps(self.values[key])}, only {expected} can be served: {why}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.values.get(key, default)
+        if value is None:
+            raise self.fault(key, "is missing")
+        return value

@@ -1,0 +1,79 @@
+"""Random weights from a configuration alone: for speed tests of shapes whose weights are not at hand.
+
+A pool of random numbers is drawn once; every matrix is a view of it with overlapping rows, so that 70 GB of weights take as
+long to make as 64 MB. Rows and experts differ (each is the pool from another offset), which spreads the routing.
+"""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from zlib import crc32
+
+import numpy as np
+
+from sparkrt.model.config import ModelConfig
+from sparkrt.model.spec import expected_tensors
+from sparkrt.runtime import dtypes
+
+_POOL = 1 << 24  # elements; more tensors overlap themselves the smaller it is
+_SLACK = 1 << 12  # room to begin at an offset of the tensor's own
+
+
+class DummySource:
+    """A `WeightSource` of seeded random weights: the same seed gives the same weights, in the configuration's dtype."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self._shapes = expected_tensors(config)
+        self._seed = seed
+        self._norm = np.float32(1.0 - config.norm_offset)  # what makes the effective weight 1
+        self._dtype = dtypes.by_name(config.dtype).np
+        largest = max(prod(shape) for shape in self._shapes.values())
+        widest = max(shape[-1] for shape in self._shapes.values())
+        # unit variance in gives unit variance out of a projection of the hidden size
+        scale = np.float32(1 / sqrt(config.hidden_size))
+        size = max(min(largest, _POOL), 2 * widest) + _SLACK
+        pool = np.random.default_rng(seed).standard_normal(size, np.float32) * scale
+        self._pool = pool.astype(self._dtype)
+        self._pool.flags.writeable = False
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def get(self, name: str, rows: slice | None = None) -> np.ndarray:
+        shape = self._shapes[name]
+        small = self._small(name, shape)
+        return (self._window(name, shape) if small is None else small)[rows or slice(None)]
+
+    def close(self) -> None:
+        self._shapes = {}
+
+    def _small(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """What random numbers of one scale would spoil: norms, and gates that must let the state remember."""
+        kind = name.rpartition(".")[2]
+        rng = np.random.default_rng((self._seed, crc32(name.encode())))
+        if kind == "norm" and ".gdn." in name:
+            return np.ones(shape, np.float32)
+        if kind.endswith("norm"):
+            return np.full(shape, self._norm, self._dtype)
+        if kind == "conv":
+            return rng.normal(0, 0.5, shape).astype(self._dtype)
+        if kind == "A_log":  # a half-life of tens to hundreds of tokens
+            return rng.uniform(-6, -3, shape).astype(np.float32)
+        if kind == "dt_bias":
+            return np.full(shape, -1, self._dtype)
+        return None
+
+    def _window(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A view of the pool of this shape: contiguous where it fits, with rows (and experts) overlapping where it does not."""
+        start = crc32(name.encode()) % _SLACK
+        strides, extent = [1], shape[-1]
+        for axis in range(len(shape) - 2, -1, -1):
+            room = (self._pool.size - _SLACK) >> axis  # an inner axis leaves half of the pool to the one outside it
+            step = min(extent, max(room - extent, 0) // max(shape[axis] - 1, 1))
+            strides.insert(0, step)
+            extent += step * (shape[axis] - 1)
+        item = self._pool.itemsize
+        return np.lib.stride_tricks.as_strided(self._pool[start:], shape, [s * item for s in strides], writeable=False)

@@ -1,0 +1,99 @@
+"""A GGUF file's metadata under the configuration keys that families read."""
+
+from __future__ import annotations
+
+from sparkrt.errors import LoadError
+from sparkrt.model.keys import ConfigKeys
+from sparkrt.model.loading.gguf import GgufStore
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
+    "full_attention_interval": "full_attention_interval",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_ROPE = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def gguf_config(store: GgufStore) -> ConfigKeys:
+    """The configuration keys of a file. Raises LoadError, in the file's own words, where metadata and tensors disagree."""
+    meta, file = store.metadata, str(store.origin)
+    arch = str(meta.get("general.architecture"))
+    aliases = {key: f"{arch}.{name}" for key, name in (_KEYS | _ROPE).items()}
+    values = {key: meta.get(f"{arch}.{name}") for key, name in _KEYS.items()}
+    keys = ConfigKeys(values, file, aliases=aliases)
+    if int(str(meta.get("split.count", 0))) > 1:
+        raise LoadError(f"{file}: is one part of a split GGUF, which cannot be served; merge the parts first")
+
+    if (embedding := store.tensors.get("token_embd.weight")) is None:
+        raise LoadError(f"{file}: tensor token_embd.weight is missing")
+    values["vocab_size"] = embedding.shape[0]  # the padded vocabulary; the token list may be shorter
+    values["model_type"] = arch
+    values["norm_topk_prob"] = meta.get(aliases["norm_topk_prob"], True)
+    values["attention_bias"] = "blk.0.attn_output.bias" in store.tensors
+    mtp_layers = _integer(meta, f"{arch}.nextn_predict_layers", file)
+    values["num_hidden_layers"] = keys.integer("num_hidden_layers", minimum=mtp_layers + 1) - mtp_layers
+    if isinstance(kv_heads := values["num_key_value_heads"], list):  # one a layer, 0 where the layer is recurrent
+        values["num_key_value_heads"] = max(kv_heads, default=0)
+    if "linear_num_value_heads" in keys:
+        inner, heads = _integer(meta, f"{arch}.ssm.inner_size", file), keys.integer("linear_num_value_heads")
+        if not inner or inner % heads:
+            raise LoadError(f"{file}: {arch}.ssm.inner_size of {inner} is no multiple of {heads} value heads")
+        values["linear_value_head_dim"] = inner // heads
+
+    rope = {key: meta.get(f"{arch}.{name}") for key, name in _ROPE.items()}
+    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    values["rope_parameters"] = {"rope_type": "default" if kind == "none" else kind, **rope}
+    if rotary_dim := _integer(meta, f"{arch}.rope.dimension_count", file):
+        head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+        values["partial_rotary_factor"] = rotary_dim / head_dim
+    for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
+        values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
+    return ConfigKeys(values, file, aliases=aliases)
+
+
+def gguf_generation_config(store: GgufStore) -> dict[str, object]:
+    """The sampling defaults some files carry, under the names of generation_config.json."""
+    found = {ours: store.metadata.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
+    """`rope_freqs.weight`: what llama3 scaling comes to, as divisors of the inverse frequencies. Empty where there is none."""
+    name = "rope_freqs.weight"
+    if (tensor := store.tensors.get(name)) is None:
+        return ()
+    if tensor.shape != (rotary_dim // 2,) or tensor.kind != "F32":
+        raise LoadError(f"{tensor.file}: tensor {name} is {tensor.kind} {list(tensor.shape)}, expected F32 [{rotary_dim // 2}]")
+    return tuple(store.read(name).tolist())
+
+
+def _integer(meta: dict[str, object], key: str, file: str) -> int:
+    return ConfigKeys(meta, file).integer(key, 0, minimum=0)
