@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -66,7 +67,7 @@ def _locate(model: str | Path | None, revision: str | None, *, weights: bool) ->
     if model is None:
         return bundled_model()
     path = Path(model).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, False for any name the system cannot look up
         if not is_hub_id(str(model)):
             raise LoadError(f"{model}: no such file or folder, and not a hub id (owner/name)")
         path = fetch(str(model), revision, weights=weights)
