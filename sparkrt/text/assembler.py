@@ -49,7 +49,7 @@ class TextAssembler:
     def feed(self, token_ids: Sequence[int], *, stop_token: int | None = None) -> Delta:
         """Add tokens. Those after a match do not belong to the answer: neither shown nor counted.
 
-        `stop_token`: the id that made the engine stop, the last of `token_ids`. It counts; its text belongs to the answer only with
+        `stop_token`: the id that made the engine stop, the last of `token_ids`. It counts as used; its text is shown only with
         `include_stop_str_in_output`.
         """
         shown = token_ids if stop_token is None or self._include else token_ids[:-1]

@@ -1,7 +1,7 @@
 """Chat messages as clients send them, brought to the one form that chat templates are written for.
 
-Content becomes a string, `developer` becomes `system`, tool-call arguments become objects, nulls disappear, and a message's
-reasoning is found under each of the names templates read. The result is a copy made of plain JSON types.
+Content becomes a string ("" where there is none), `developer` becomes `system`, tool-call arguments become objects, other nulls
+disappear, and a message's reasoning is found under each of the names templates read. The result is a copy made of plain JSON types.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ def _message(message: object, param: str) -> dict[str, Any]:
     calls = result.pop("tool_calls", None)
     if calls:  # an empty list is the same as none
         result["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
-    if "content" in result:
-        result["content"] = _content(result["content"], f"{param}.content")
-    elif "tool_calls" not in result:
-        result["content"] = ""  # templates join it without asking
+    # templates join the content to other strings without asking, that of a mere tool call too
+    result["content"] = _content(result.get("content", ""), f"{param}.content")
     reasoning = next((result[name] for name in _REASONING if name in result), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
