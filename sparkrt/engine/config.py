@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from sparkrt.errors import LoadError
-from sparkrt.runtime.machine import debug_enabled
 
 if TYPE_CHECKING:
     from sparkrt.engine.core import EngineCore
     from sparkrt.engine.messages import ModelInfo
+    from sparkrt.text.template import ChatTemplate
     from sparkrt.text.tokenizer import Tokenizer
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -51,7 +51,7 @@ class EngineConfig:
     enforce_eager: bool = False
     batch_invariant: bool = False
     async_scheduling: bool | None = None  # launch a step before the last is read; None: on a GPU
-    debug: bool = field(default_factory=debug_enabled)  # check_integrity whenever the engine is idle
+    debug: bool | None = None  # check integrity whenever the engine is idle; None: if SPARKRT_DEBUG is set
 
     def __post_init__(self) -> None:
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("block_size", BLOCK_SIZES)):
@@ -122,4 +122,12 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> tuple
     """
     from sparkrt.engine.loading import load  # NumPy and everything else come in only here
 
-    return load(config, progress or (lambda stage, done, total: None))
+    loaded = load(config, progress)
+    return loaded.core, loaded.tokenizer, loaded.info
+
+
+def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
+    """Only the text side of a model, for a process that does not compute. Raises LoadError."""
+    from sparkrt.engine.loading import open_text
+
+    return open_text(config)

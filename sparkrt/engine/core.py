@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob
-from sparkrt.engine.scheduler import CHUNK, Job, Limits, Plan, Scheduler
+from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler
 from sparkrt.errors import EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
 
@@ -61,8 +61,10 @@ class EngineCore:
     request's fault: that request ends with finish_reason "error".
     """
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, on_close: Callable[[], None] = lambda: None) -> None:
+        """`config` is resolved. `on_close` runs after the model was closed: the backend's end."""
         options = model.options
+        self._on_close = on_close
         self.model = model
         self.config = config
         self.scheduler = Scheduler[Request](
@@ -74,8 +76,6 @@ class EngineCore:
                 scored_rows=options.prompt_logit_rows,
             )
         )
-        if options.max_tokens < options.max_num_seqs + CHUNK or options.prompt_logit_rows < CHUNK:
-            raise EngineFatal(f"the model's step holds fewer than {options.max_num_seqs} decode rows and one chunk of {CHUNK}")
         self._context = options.max_model_len
         self._vocab = options.valid_vocab
         self._requests: dict[str, Request] = {}
@@ -371,7 +371,7 @@ class EngineCore:
             )
 
     def close(self) -> None:
-        """End everything and give all back; again is fine. Requests still running get no more outputs."""
+        """End everything and give all back, the model too; again is fine. Requests still running get no more outputs."""
         if self._closed:
             return
         try:
@@ -386,6 +386,9 @@ class EngineCore:
         finally:
             self._closed = True
             self._outbox.clear()
+            if self._fatal is None:
+                self.model.close()
+            self._on_close()
 
 
 def _logprob(row: TokenLogprobs, alternatives: int) -> Logprob:

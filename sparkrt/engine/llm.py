@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -21,6 +22,8 @@ from sparkrt.errors import RequestError, SparkrtError
 if TYPE_CHECKING:
     from sparkrt.engine.messages import EngineRequest, ModelInfo
     from sparkrt.text.tokenizer import Tokenizer
+
+log = logging.getLogger("sparkrt")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -46,6 +49,8 @@ class LLM:
     ) -> None:
         options |= {"model": model, "tokenizer": tokenizer, "dtype": dtype, "max_model_len": max_model_len, "seed": seed}
         loaded = load(EngineConfig.from_options(**options), progress)
+        for warning in loaded.info.warnings:
+            log.warning(warning)
         self.core = loaded.core
         self.info: ModelInfo = loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -96,7 +101,7 @@ class LLM:
         Without `sampling_params` an answer may take the rest of the context, as in the chat endpoint.
         """
         one = not messages or isinstance(messages[0], Mapping)
-        prompts = []
+        prompts: list[tuple[str | None, list[int]]] = []
         for conversation in [messages] if one else messages:
             text = self._template.render(
                 conversation,
@@ -143,16 +148,17 @@ class LLM:
         return params
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        given: Any = prompt
         if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids")
-            if given is None and not isinstance(given := prompt.get("prompt"), str):
-                raise RequestError('a prompt needs "prompt" (text) or "prompt_token_ids"', param="prompt")
-            prompt = given
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) and not hasattr(prompt, "__len__"):
-            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
-        return None, check_prompt_ids(prompt, self.info.vocab_size)
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(given, str):
+            return given, check_prompt_ids(self.tokenizer.encode(given), self.info.vocab_size)
+        if not hasattr(given, "__len__"):
+            raise RequestError(
+                f'a prompt is text, token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}, got {type(given).__name__}',
+                param="prompt",
+            )
+        return None, check_prompt_ids(given, self.info.vocab_size)
 
     def _generate(
         self,

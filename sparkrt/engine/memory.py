@@ -84,9 +84,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: DType, device: 
     state_bytes = (slots + 1) * state.nbytes
     step = _step_bytes(model, max(tokens, CHUNK) + 2 * slots, slots, dtype) + (slots + 1) * _sampler_bytes(model)
 
-    group = KvGroup(
-        model.attention_layers, dtype, model.attention.num_kv_heads, model.attention.head_dim, config.block_size
-    )
+    group = KvGroup(model.attention_layers, dtype, model.attention.num_kv_heads, model.attention.head_dim, config.block_size)
     useful = slots * group.blocks_for(length)
     if (blocks := config.num_gpu_blocks_override) is None:
         budget = config.kv_cache_memory_bytes

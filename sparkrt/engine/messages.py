@@ -91,3 +91,5 @@ class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):
     max_num_seqs: int = 0
     kv_tokens: int = 0  # tokens that fit into the KV pool
     weight_bytes: int = 0
+    lines: list[tuple[str, str]] = []  # (what, value): the memory plan and every resolved option, to print
+    warnings: list[str] = []  # what was asked for and could not be had in full

@@ -66,8 +66,8 @@ class FakeModel:
     ) -> None:
         self.options: Any = SimpleNamespace(
             max_num_seqs=slots,
-            max_num_batched_tokens=max(budget, CHUNK),
-            max_tokens=max(budget, CHUNK) + slots,
+            max_num_batched_tokens=budget,
+            max_tokens=max(budget, slots + CHUNK),
             max_model_len=context,
             page_size=block_size,
             num_blocks=blocks,

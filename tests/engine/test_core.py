@@ -29,9 +29,7 @@ def request(name, prompt=(1, 2, 3), max_tokens=8, **fields):
 
 
 def alone(r: EngineRequest) -> list[int]:
-    params = SamplerParams(
-        temperature=r.temperature, seed=r.seed or 0, stop_ids=tuple(r.stop_token_ids), min_tokens=r.min_tokens
-    )
+    params = SamplerParams(temperature=r.temperature, seed=r.seed or 0, stop_ids=tuple(r.stop_token_ids), min_tokens=r.min_tokens)
     return expected(r.prompt_ids, params, r.max_tokens)
 
 
@@ -110,7 +108,10 @@ def test_short_answers_in_a_hurry(ahead):
     # H12: 500 requests of 1 to 3 tokens; the fake model fails when a slot changes hands under a step
     core, model = engine(ahead, FakeModel(slots=32, blocks=64))
     rng = random.Random(3)
-    requests = [request(f"r{i}", [rng.randrange(1000)], rng.randint(1, 3), stop_token_ids=rng.sample(range(1000), 300)) for i in range(500)]
+    requests = [
+        request(f"r{i}", [rng.randrange(1000)], rng.randint(1, 3), stop_token_ids=rng.sample(range(1000), 300))
+        for i in range(500)
+    ]
     for r in requests:
         core.add(r)
     assert drain(core)[0] == {r.request_id: alone(r) for r in requests}
@@ -352,10 +353,8 @@ def test_a_leak_is_noticed_when_idle():
     core, model = engine()
     core.add(request("a"))
     model.release = lambda seq: None
-    _, ends = {}, {}
     with pytest.raises(EngineFatal, match="leak"):
-        while core.has_work:
-            core.step()
+        drain(core)
 
 
 @DEPTHS
@@ -400,6 +399,6 @@ def test_a_thousand_random_adds_and_aborts(ahead):
 
 
 def test_eos_is_in_the_resolved_request():
-    core, model = engine()
+    _, model = engine()
     (r,) = to_requests([1], SamplingParams(temperature=0), info(model), "r")
     assert EOS in r.stop_token_ids
