@@ -1,0 +1,116 @@
+"""What every handler needs: the engine's client, the tokenizer and template of the same model, and the rules they share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from sparkrt.engine.config import EngineConfig
+from sparkrt.engine.params import SamplingParams
+from sparkrt.errors import RequestError, SparkrtError
+from sparkrt.serve.args import ServeArgs
+from sparkrt.serve.client import EngineClient
+from sparkrt.serve.generation import Generation, Piece
+from sparkrt.serve.protocol import GenerationBody
+from sparkrt.text.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from sparkrt.text.tokenizer import Tokenizer
+
+log = logging.getLogger("sparkrt.serve")
+
+INLINE = 8192  # characters: shorter text is tokenized on the event loop (2 ms at most), longer text beside it
+
+T = TypeVar("T")
+OpenText: TypeAlias = "Callable[[EngineConfig], tuple[Tokenizer, ChatTemplate]]"
+
+
+class Serving:
+    """State of the API process. Handlers call `ready` first: requests that arrive while the model loads wait for it."""
+
+    def __init__(self, args: ServeArgs, client: EngineClient) -> None:
+        self.args = args
+        self.client = client
+        self.created = int(time.time())
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self, open_text: OpenText) -> None:
+        """Wait for the engine, read the tokenizer and template meanwhile, then let requests in. Raises LoadError."""
+        texts = asyncio.ensure_future(asyncio.to_thread(open_text, self.args.engine))
+        try:
+            info = await self.client.loaded()
+            self.tokenizer, self.template = await texts
+        finally:
+            texts.cancel()
+        self.info = info
+        if self.args.chat_template is not None:
+            self.template = ChatTemplate.from_option(self.args.chat_template, self.tokenizer)
+        if self.args.max_num_queued_reqs is not None:
+            self.client.max_requests = self.info.max_num_seqs + self.args.max_num_queued_reqs
+        self._ready.set_result(None)
+
+    def close(self, error: SparkrtError) -> None:
+        """Requests in flight, and those that wait for the model, end with `error`."""
+        self.client.fail_all(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # there may be nobody to take it
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.done() and self.client.error is None and not self.client.draining
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._ready)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError (404) unless `name` is one of ours, or none."""
+        if name and name not in self.args.names:
+            raise RequestError(f"The model `{name}` does not exist.", param="model", code="model_not_found", status=404)
+
+    def params(self, body: GenerationBody, **more: object) -> SamplingParams:
+        """The sampling parameters of a request over the model's defaults. `more`: fields that the two APIs spell differently."""
+        given = {name: getattr(body, name) for name in _SAMPLING if hasattr(body, name)} | more
+        params = SamplingParams.from_optional(self.info.sampling_defaults, **given)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(params, name)) is not None and value > self.args.max_logprobs:
+                raise RequestError(f"{name} must be at most {self.args.max_logprobs}, got {value}", param=name)
+        if body.best_of is not None and body.best_of != params.n:
+            raise RequestError("best_of is not supported unless it equals n", param="best_of")
+        if body.priority:
+            raise RequestError("priority is not supported: requests are served in order of arrival", param="priority")
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not supported in a stream", param="prompt_logprobs")
+        return params
+
+    def generate(self, kind: str, prompts: list[list[int]], params: SamplingParams) -> Generation:
+        """Send a request to the engine. `kind` begins its id: cmpl or chatcmpl."""
+        generation = Generation(kind, prompts, params, self.info, self.tokenizer, self.client)
+        if self.args.enable_log_requests:
+            shown = {name: getattr(params, name) for name in _SAMPLING if name not in ("stop", "logit_bias")}
+            log.info("%s arrived: %s prompt tokens, %s", generation.id, sum(map(len, prompts)), shown)
+        return generation
+
+    async def pieces(self, generation: Generation) -> AsyncGenerator[list[Piece]]:
+        """`generation.pieces` at the server's interval, logged at its end."""
+        async for pieces in generation.pieces(self.args.stream_interval):
+            yield pieces
+        self.log_end(generation)
+
+    def log_end(self, generation: Generation) -> None:
+        if self.args.enable_log_requests:
+            seconds = time.monotonic() - generation.started
+            log.info("%s done: %s tokens in %.3f s", generation.id, generation.usage().completion_tokens, seconds)
+
+
+_SAMPLING = tuple(name for name in GenerationBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__)
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread when its text of `size` characters would hold up the event loop."""
+    return work() if size <= INLINE else await asyncio.to_thread(work)

@@ -1,0 +1,65 @@
+"""What a person sees at start-up: progress while the model loads, then what is served, where, and where the memory went."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from sparkrt.serve.version import VERSION
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from sparkrt.serve.client import EngineClient
+    from sparkrt.serve.serving import Serving
+
+
+class LoadingView:
+    """A progress bar per phase on a terminal, a line per phase elsewhere; on stderr."""
+
+    def __init__(self, client: EngineClient) -> None:
+        client.on_loading = self._show
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID | None] = {}
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        if self._progress is None:
+            if what not in self._tasks:
+                self._tasks[what] = None
+                print(f"{what} ...", file=sys.stderr, flush=True)
+            return
+        if (task := self._tasks.get(what)) is None:
+            task = self._tasks[what] = self._progress.add_task(what)
+        self._progress.update(task, completed=done, total=total or None)
+
+
+def print_summary(serving: Serving, url: str, seconds: float) -> None:
+    """To stdout: scripts read the URL from it, whose port may have been chosen here."""
+    args, info = serving.args, serving.info
+    lines = [
+        ("model", f"{info.name} ({info.architecture})"),
+        ("names", ", ".join(args.names)),
+        ("dtype", f"{info.dtype} on {info.device}"),
+        *info.lines,
+        ("ready", f"in {seconds:.1f} s at {url}/v1"),
+    ]
+    print(f"sparkrt {VERSION}")
+    for what, value in lines:
+        print(f"  {what:<12} {value}")
+    for note in (*info.warnings, *args.without_effect):
+        print(f"  note         {note}")
+    sys.stdout.flush()
