@@ -204,9 +204,8 @@ class LLM:
                         if answer.result.finished:
                             bar.advance()
         finally:
-            if answers:  # an error or an interrupt: nothing of ours goes on running
-                core.abort(answers)
-                core.settle()
+            core.abort(answers)  # after an error or an interrupt nothing of ours goes on running
+            core.settle()
 
     def close(self) -> None:
         """Give back the model's memory; again is fine."""
