@@ -31,6 +31,9 @@ from sparkrt.runtime.backend import Event, GpuBackend
 from sparkrt.runtime.comm import SoloComm
 from sparkrt.runtime.dtypes import DType, uint32
 
+# Per row: 1024 biases (id and value) and 1024 stop ids beside the eos ids: the most a request may carry.
+_LIST_ELEMENTS = 2 * 1024 + 1024 + 64
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
@@ -117,11 +120,13 @@ class HybridModel:
         self._decoder = decoder
         o = options
         max_blocks = -(-o.max_model_len // o.page_size)
-        self._table = SlotTable(o.max_num_seqs, max_blocks, kv.dummy_block)
         self._allocations = list(weights)  # all that close() frees
         slots = o.max_num_seqs + 1
+        self._pinned_tables = backend.alloc_pinned(slots * max_blocks * 4, "block_tables")
+        mirror = backend.pinned_view(self._pinned_tables, slots * max_blocks * 4).view(np.int32)
+        self._table = SlotTable(mirror.reshape(slots, max_blocks), kv.dummy_block)
         self._tables = self._filled((slots, max_blocks), I32, self._table.blocks, "block_tables")
-        tail = 4096 + 16 * 1024
+        tail = o.max_rows * _LIST_ELEMENTS
         self._plan = StepPlan(backend, PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, tail))
         self._planner = Planner(self._table, o.page_size)
         self._allowed_words = -(-config.vocab_size // 32)
@@ -138,7 +143,8 @@ class HybridModel:
             layer.reserve(reservation)
         reservation.apply(scratch)
         self._ctx = ForwardContext(
-            backend, backend.default_stream, scratch, self._plan.device, self._tables, kv, states, SoloComm(), config.hidden_size
+            *(backend, backend.default_stream, scratch, self._plan.device, self._tables),
+            *(kv, states, SoloComm(backend), config.hidden_size),
         )
         self._graphs = GraphCache(limit=4 * len({padded_batch_n(n) for n in range(1, o.max_num_seqs + 1)}))
         self._eager = o.enforce_eager or any(layer.graph_veto for layer in decoder.layers)
@@ -352,6 +358,7 @@ class HybridModel:
         self._ctx.scratch.close()
         self._plan.close()
         self._results.close()
+        self._backend.free_pinned(self._pinned_tables)
         for event in (*self._events, self._forward_done):
             self._backend.destroy_event(event)
         for array in self._allocations:

@@ -27,7 +27,6 @@ class PlanLimits:
     rows: int
     tokens: int
     logit_rows: int
-    max_blocks: int
     tail: int  # 4-byte elements shared by the lists at the end
 
     def fields(self) -> list[tuple[str, bool, tuple[int, ...]]]:

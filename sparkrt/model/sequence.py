@@ -70,10 +70,12 @@ class SequenceState:
 class SlotTable:
     """Host mirror of per-slot facts: rows 0 … max_slots-1 are sequences, the last row is the dummy that padding uses."""
 
-    def __init__(self, max_slots: int, max_blocks: int, dummy_block: int) -> None:
-        rows = max_slots + 1
-        self.dummy = max_slots
-        self.blocks = np.full((rows, max_blocks), dummy_block, np.int32)
+    def __init__(self, blocks: np.ndarray, dummy_block: int) -> None:
+        """`blocks` int32 [slots + 1, max_blocks] is pinned memory: its rows are copied to the device as they change."""
+        rows = len(blocks)
+        self.dummy = rows - 1
+        self.blocks = blocks
+        self.blocks[:] = dummy_block
         self.length = np.zeros(rows, np.int32)
         self.generated = np.zeros(rows, np.int32)
         self.params_f = np.zeros((rows, sampling.PARAMS_F), np.float32)

@@ -10,7 +10,7 @@ from sparkrt.model.keys import ConfigKeys
 from sparkrt.model.rope import read_rope
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_MAX_LAYERS = 4096
+MAX_LAYERS = 4096  # refuses a corrupt count before anything of its size is made
 _MIXERS = {"full_attention": "attention", "linear_attention": "gdn"}
 
 
@@ -129,7 +129,7 @@ def read_moe(text: ConfigKeys, *, renormalize: bool | None = None, default_renor
 
 def read_layers(text: ConfigKeys, *, hybrid: bool, moe: MoeConfig | None) -> tuple[LayerConfig, ...]:
     """One `LayerConfig` a layer. `layer_types` wins over `full_attention_interval`, which only `hybrid` families have."""
-    count = text.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    count = text.integer("num_hidden_layers", maximum=MAX_LAYERS)
     interval = text.integer("full_attention_interval", 4) if hybrid else 1
     types = text.texts("layer_types") or tuple(
         "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from sparkrt.errors import LoadError
+from sparkrt.model.families.reading import MAX_LAYERS
 from sparkrt.model.keys import ConfigKeys
 from sparkrt.model.loading.gguf import GgufStore
 
@@ -21,7 +24,6 @@ _KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "norm_topk_prob": "expert_weights_norm",
-    "full_attention_interval": "full_attention_interval",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -57,9 +59,11 @@ def gguf_config(store: GgufStore) -> ConfigKeys:
     values["vocab_size"] = embedding.shape[0]  # the padded vocabulary; the token list may be shorter
     values["model_type"] = arch
     values["norm_topk_prob"] = meta.get(aliases["norm_topk_prob"], True)
-    values["attention_bias"] = "blk.0.attn_output.bias" in store.tensors
+    values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in store.tensors)
     mtp_layers = _integer(meta, f"{arch}.nextn_predict_layers", file)
-    values["num_hidden_layers"] = keys.integer("num_hidden_layers", minimum=mtp_layers + 1) - mtp_layers
+    layers = keys.integer("num_hidden_layers", minimum=mtp_layers + 1, maximum=MAX_LAYERS) - mtp_layers
+    values["num_hidden_layers"] = layers
+    values |= _layer_kinds(store, layers)
     if isinstance(kv_heads := values["num_key_value_heads"], list):  # one a layer, 0 where the layer is recurrent
         values["num_key_value_heads"] = max(kv_heads, default=0)
     if "linear_num_value_heads" in keys:
@@ -77,6 +81,17 @@ def gguf_config(store: GgufStore) -> ConfigKeys:
     for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
         values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
     return ConfigKeys(values, file, aliases=aliases)
+
+
+def _layer_kinds(store: GgufStore, layers: int) -> dict[str, object]:
+    """What the metadata does not always tell: which layers are recurrent, and which are dense among experts."""
+    blocks = {(int(m[1]), m[2]) for name in store.tensors if (m := re.match(r"blk\.([0-9]{1,6})\.([^.]+)", name))}
+    found: dict[str, object] = {}
+    if recurrent := {i for i, part in blocks if part.startswith("ssm_")}:
+        found["layer_types"] = ["linear_attention" if i in recurrent else "full_attention" for i in range(layers)]
+    if any(part == "ffn_gate_inp" for _, part in blocks):
+        found["mlp_only_layers"] = [i for i in range(layers) if (i, "ffn_gate_inp") not in blocks]
+    return found
 
 
 def gguf_generation_config(store: GgufStore) -> dict[str, object]:
