@@ -115,9 +115,11 @@ def _open_gguf(path: Path, load_format: str, seed: int) -> Checkpoint:
     # converters add the 1 of zero-centred norms to the weights
     config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
     generation_config = gguf_generation_config(store)
+    layout = gguf_layout(config.num_layers)
     if load_format == "dummy":
+        config = replace(config, tie_word_embeddings=layout.top["lm_head"] not in store.tensors)
         return _dummy(config, seed, None, generation_config, store.metadata)
-    config, source = _assemble(config, store, family.gguf_tensors, gguf_layout(config.num_layers), (True,))
+    config, source = _assemble(config, store, family.gguf_tensors, layout, (True,))
     return Checkpoint(config, source, None, generation_config, store.metadata)
 
 
