@@ -1,4 +1,4 @@
-"""LLM over the fake model and the real tokenizer: shapes of results, text, stop strings, order, and errors before anything runs."""
+"""LLM over the fake model and the real tokenizer: results, text, stop strings, order, and errors before anything runs."""
 
 from __future__ import annotations
 
