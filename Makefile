@@ -4,19 +4,22 @@ PORT ?= 8000
 ARGS ?=
 
 PY := .venv/bin/python
-KEY := $(shell cat pyproject.toml setup.py | cksum | cut -d ' ' -f 1)
+KEY := $(shell cat pyproject.toml setup.py build_kernels.py | cksum | cut -d ' ' -f 1)
 READY := .venv/ready-$(KEY)
 READY_DEV := .venv/ready-dev-$(KEY)
 ONE_THREAD := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 VECLIB_MAXIMUM_THREADS=1
 
-.PHONY: help serve test lint format build bench goldens clean
+.PHONY: help serve test lint format kernels build build-report gpu-test bench goldens clean
 
 help:
 	@echo "make serve    serve the bundled model on port $(PORT) (ARGS='MODEL --flag ...' for another)"
 	@echo "make test     run the tests"
 	@echo "make lint     ruff, mypy, import-linter, sizes, clang-format"
 	@echo "make format   let ruff and clang-format rewrite the sources"
+	@echo "make kernels  compile the CUDA kernels in place (SPARKRT_CUDA_ARCHS=80,90a for other GPUs than this machine's)"
+	@echo "make gpu-test run the tests that need a GPU"
 	@echo "make build    compile the CUDA kernels (where nvcc is found) and build the wheel"
+	@echo "make build-report  list the kernels' registers and spills"
 	@echo "make bench    measure tokens per second on this machine"
 	@echo "make goldens  write tests/goldens anew with transformers, in an environment of their own"
 	@echo "make clean    remove .venv and everything that was built (downloads in .cache stay)"
@@ -42,6 +45,15 @@ format: $(READY_DEV)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 	@$(PY) tools/clang_format.py
+
+kernels: $(READY_DEV)
+	@$(PY) build_kernels.py
+
+build-report: kernels
+	@$(PY) build_kernels.py --report
+
+gpu-test: kernels
+	@$(PY) -m pytest -q -n 0 -m gpu $(ARGS) tests/gpu
 
 build: $(READY_DEV)
 	@$(PY) setup.py -q build_cuda --build-lib build/lib

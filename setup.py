@@ -1,35 +1,24 @@
 """Builds the CUDA kernels where nvcc is found; without it, sparkrt installs for the host alone and says so.
 
-Two files: the kernels, one C library of every csrc/**/*.cu, and `sparkrt._kernels`, the binding that calls them. `pip install`
-makes them as part of the build, `python setup.py build_cuda` alone (make build, CI). All else is in pyproject.toml.
+`pip install` runs build_kernels.py as part of the build, `python setup.py build_cuda` alone (make build). Everything else is
+in pyproject.toml.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sysconfig
+import sys
 from pathlib import Path
 from typing import ClassVar
 
 from setuptools import Command, Distribution, setup
 from setuptools.command.build import build
 
-ROOT = Path(__file__).parent
-SOURCES = sorted(ROOT.glob("csrc/**/*.cu"))
-ARCHITECTURES = ("90a",)  # machine code for each goes into the library
-LIBRARY = Path("sparkrt", "_lib", "libsparkrt_kernels.so")
-BINDING = Path("sparkrt", "_kernels" + sysconfig.get_config_var("EXT_SUFFIX"))
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # a build front end need not start here
 
+import build_kernels  # noqa: E402
 
-def find_nvcc() -> str | None:
-    """The CUDA compiler: on PATH, under CUDA_HOME, or where the toolkit usually lies."""
-    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    return shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *(str(home / "bin") for home in homes)]))
-
-
-NVCC = find_nvcc()
+READY = bool(build_kernels.sources() and build_kernels.find_nvcc())
 
 
 class build_cuda(Command):
@@ -46,23 +35,7 @@ class build_cuda(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        if not SOURCES:
-            print("sparkrt: no CUDA sources: host backend only", flush=True)
-        elif not NVCC:
-            print("sparkrt: nvcc not found (PATH, CUDA_HOME, /usr/local/cuda): host backend only", flush=True)
-        else:
-            import pybind11
-
-            includes = [f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include"))]
-            codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-            self.compile(LIBRARY, [*codes, "-O3", "-lineinfo", *includes[:1], *map(str, SOURCES)])
-            self.compile(BINDING, ["-O2", *includes, str(ROOT / "csrc" / "bindings.cpp"), "-ldl"])
-            print(f"sparkrt: {len(SOURCES)} CUDA sources compiled for {', '.join('sm_' + a for a in ARCHITECTURES)}", flush=True)
-
-    def compile(self, name: Path, arguments: list[str]) -> None:
-        target = self.root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([str(NVCC), "-shared", "-std=c++17", "-Xcompiler=-fPIC,-Wall", "-o", str(target), *arguments], check=True)
+        build_kernels.build(self.root.resolve())
 
     @property
     def root(self) -> Path:
@@ -70,10 +43,11 @@ class build_cuda(Command):
 
     # what setuptools asks of a sub-command of build
     def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*")) if path.is_file()]
+        files = [ROOT / "build_kernels.py", *sorted(path for path in ROOT.glob("csrc/**/*") if path.is_file())]
+        return [str(path.relative_to(ROOT)) for path in files]
 
     def get_outputs(self) -> list[str]:
-        return [str(self.root / name) for name in (LIBRARY, BINDING)] if SOURCES and NVCC else []
+        return [str(self.root / name) for name in (build_kernels.LIBRARY, build_kernels.BINDING)] if READY else []
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
@@ -83,7 +57,7 @@ class SparkrtDistribution(Distribution):
     """A wheel with kernels in it belongs to one platform and Python; one without runs anywhere."""
 
     def has_ext_modules(self) -> bool:
-        return bool(SOURCES and NVCC)
+        return READY
 
 
 build.sub_commands = [*build.sub_commands, ("build_cuda", None)]
