@@ -37,7 +37,7 @@ class Input:
 
 
 _PIP = (sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check")
-_VOCABS = ("command-r", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
+_VOCABS = ("gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
 
 INPUTS = {
     "smollm2": Input(

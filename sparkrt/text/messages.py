@@ -1,7 +1,7 @@
 """Chat messages as clients send them, brought to the one form that chat templates are written for.
 
 Content becomes a string ("" where there is none), `developer` becomes `system`, tool-call arguments become objects, other nulls
-disappear, and a message's reasoning is found under each of the names templates read. The result is a copy made of plain JSON types.
+disappear, and reasoning is found under each of the names templates read. The result is a copy made of plain JSON types.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.text.inputs import need
 from tests.text.vocabularies import TINY, pieces_metadata, sentencepiece, tiny
 from tools.make_qwen35_tokenizer import build
 
-VECTORS = ["command-r", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"]
+VECTORS = ["gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"]
 
 
 def golden_vectors(name: str) -> list[tuple[str, list[int]]]:
