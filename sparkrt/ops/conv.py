@@ -134,7 +134,11 @@ def _taps(rng: Rng, channels: int) -> np.ndarray:
 
 CONV_STEP = Operator(
     name="conv_step",
-    doc="Causal depthwise conv1d + SiLU of one token per row; past inputs in a ring indexed by position.",
+    doc="""Causal depthwise convolution and SiLU of one token per row.
+
+    out A [B, C]; ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w f32 [C, 4], slots, positions i32 [B]
+    out = silu(sum_j w[:, 3-j] · x[t-j]), x in the ring at position mod ring, 0 before position 0
+    """,
     reference=conv_step_reference,
     host=conv_step,
     parity=(
@@ -146,7 +150,11 @@ CONV_STEP = Operator(
 )
 CONV_PREFILL = Operator(
     name="conv_prefill",
-    doc="Causal depthwise conv1d + SiLU of prompt slices, continuing from and leaving behind the ring of past inputs.",
+    doc="""Causal depthwise convolution and SiLU of prompt slices, continuing from the ring and leaving it for the next.
+
+    out A [T, C]; ring_state A [slots, ring, C] in/out ← proj A [T, N] (columns 0 … C), w f32 [C, 4], slots i32 [S],
+    cu i32 [S+1], starts i32 [S]
+    """,
     reference=conv_prefill_reference,
     host=conv_prefill,
     parity=(

@@ -43,14 +43,14 @@ def logprobs(
     valid_vocab: int,
 ) -> None:
     """chosen float32 [R], rank int32 [R] (1: most likely), top_ids int32 [R, K], top_logprobs float32 [R, K] in that order,
-    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on take no part; K ≤ valid_vocab.
+    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on are impossible (-inf); K ≤ valid_vocab.
 
     Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1]. The sum runs in float64.
     """
     k = top_ids.shape[1]
     for r, token in enumerate(tokens.tolist()):
         row, top = settled(logits[r, :valid_vocab])
-        value = row[token]
+        value = row[token] if token < valid_vocab else -np.inf
         if top == -np.inf:  # nothing is possible: all alike
             normalizer = 0.0
         else:

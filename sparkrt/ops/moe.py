@@ -121,7 +121,11 @@ def _experts_case(label: str, tokens: int, experts: int, k: int, hidden: int, wi
 
 ROUTER_TOPK = Operator(
     name="router_topk",
-    doc="Softmax over all experts in float32, the k largest (lowest index on ties), optionally renormalized.",
+    doc="""Which experts a token goes to, and with what share.
+
+    weights f32 [T, k], ids i32 [T, k] ← logits f32 [T, E], renormalize
+    p = softmax(logits) over all experts; the k largest, lowest index on exact ties; divided by their sum if renormalize
+    """,
     reference=_router_reference,
     host=router_topk,
     parity=(
@@ -133,7 +137,11 @@ ROUTER_TOPK = Operator(
 )
 MOE_EXPERTS = Operator(
     name="moe_experts",
-    doc="Routed experts: down(silu(gate) * up) of each token's k experts, weighted and summed in float32.",
+    doc="""The routed experts of each token, weighted and summed.
+
+    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, k], weights f32 [T, k]
+    out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
+    """,
     reference=experts_reference,
     host=moe_experts,
     host_kn=(2, 3),

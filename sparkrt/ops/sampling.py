@@ -74,8 +74,8 @@ def sample(
     valid_vocab: int,
 ) -> None:
     """tokens int32 [R], feed int32 [slots] and counts int32 [slots, V] in/out, logits float32 [R, V], slots int32 [R],
-    params_f float32 [R, PARAMS_F], params_i int32 [R, PARAMS_I], bias and stop lists by row (indptr [R+1]; the ids of a row
-    are distinct and below valid_vocab), allowed_bits uint32 [A, ceil(V/32)], lowest bit first, or None.
+    params_f float32 [R, PARAMS_F], params_i int32 [R, PARAMS_I], bias and stop lists by row (indptr [R+1]; the bias ids of a
+    row are distinct; ids from valid_vocab on do nothing), allowed_bits uint32 [A, ceil(V/32)], lowest bit first, or None.
     """
     columns = zip(slots.tolist(), params_f.tolist(), params_i.tolist(), strict=True)
     for r, (slot, f, i) in enumerate(columns):
@@ -89,8 +89,9 @@ def sample(
             if allowed is not None:
                 bits = np.unpackbits(allowed.view(np.uint8), count=valid_vocab, bitorder="little")
                 np.copyto(row, -np.inf, where=bits == 0)
-            row[banned] = -np.inf
-            row[bias_ids[bias]] += bias_values[bias]
+            row[banned[banned < valid_vocab]] = -np.inf
+            real = bias_ids[bias] < valid_vocab
+            row[bias_ids[bias][real]] += bias_values[bias][real]
             if penalized:
                 _penalize(row, counts[slot, :valid_vocab], f[F_REPETITION], f[F_PRESENCE], f[F_FREQUENCY])
         tokens[r] = _choose(row, raw, f, i)

@@ -56,10 +56,12 @@ def sample_reference(
             for token in range(valid_vocab):
                 if not words[token // 32] >> (token % 32) & 1:
                     z[token] = -np.inf
-        if i[I_STEP] < i[I_MIN_TOKENS]:
-            z[stop_ids[stop_indptr[r] : stop_indptr[r + 1]]] = -np.inf
+        for token in stop_ids[stop_indptr[r] : stop_indptr[r + 1]]:
+            if token < valid_vocab and i[I_STEP] < i[I_MIN_TOKENS]:
+                z[token] = -np.inf
         for b in range(bias_indptr[r], bias_indptr[r + 1]):
-            z[bias_ids[b]] += bias_values[b]
+            if bias_ids[b] < valid_vocab:
+                z[bias_ids[b]] += bias_values[b]
         seen, generated = counts[slot, :valid_vocab] != 0, counts[slot, :valid_vocab] & (PROMPT_BIT - 1)
         z[seen] = np.where(z[seen] > 0, z[seen] / f[F_REPETITION], z[seen] * f[F_REPETITION])
         z -= f[F_FREQUENCY] * generated + f[F_PRESENCE] * (generated > 0)
