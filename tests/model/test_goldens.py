@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparkrt.engine.config import EngineConfig, load_engine
+from sparkrt.engine.config import EngineConfig, load_engine, load_text
 from sparkrt.engine.core import EngineCore
 from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from tests import golden, miniatures
@@ -82,6 +82,14 @@ def test_goldens_are_of_these_weights() -> None:
     assets = Path(__file__).parents[2] / "sparkrt" / "assets" / TINY
     weights = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(assets.glob("*.safetensors"))))
     assert golden.load(TINY).digest == weights.hexdigest()[:16]
+
+
+def test_prompts_are_rendered_and_encoded_as_by_the_reference() -> None:
+    tokenizer, template = load_text(EngineConfig())
+    for g in golden.load(TINY).goldens:
+        if "messages" in g.request:
+            assert template.render(g.request["messages"], tools=g.request.get("tools")) == g.request["text"], g.label
+        assert tokenizer.encode(g.request["text"], add_special_tokens=False) == g.prompt.tolist(), g.label
 
 
 def test_greedy_answers_and_their_log_probabilities(subject: Subject) -> None:
