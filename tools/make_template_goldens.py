@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import transformers  # noqa: TID251 (its own environment)
+import transformers
 from jinja2 import TemplateError
-from transformers.utils import chat_template_utils  # noqa: TID251
+from transformers.utils import chat_template_utils
 
 from tests.text.gguf_metadata import read_metadata
 from tools.fetch_inputs import fetch

@@ -65,6 +65,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: object,
         tools: object = None,
         add_generation_prompt: bool = True,

@@ -142,6 +142,7 @@ def test_kwargs_are_variables() -> None:
     text = "{{ enable_thinking is defined and not enable_thinking }} {{ bos_token }}"
     assert template(text, bos_token="<s>").render(HI, enable_thinking=False) == "True <s>"
     assert template(text, bos_token="<s>").render(HI, bos_token="B") == "False B"
+    assert template("{{ self }}{{ this }}").render(HI, **{"this": 1, "odd name": 2}).endswith("1")
 
 
 @pytest.mark.parametrize(
