@@ -7,7 +7,6 @@ PY := .venv/bin/python
 KEY := $(shell cat pyproject.toml setup.py build_kernels.py | cksum | cut -d ' ' -f 1)
 READY := .venv/ready-$(KEY)
 READY_DEV := .venv/ready-dev-$(KEY)
-ONE_THREAD := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 VECLIB_MAXIMUM_THREADS=1
 
 .PHONY: help serve test lint format kernels build build-report gpu-test bench goldens clean
 
@@ -28,10 +27,10 @@ serve: $(READY)
 	@$(PY) -m sparkrt.serve --port $(PORT) $(ARGS)
 
 # real tokenizers and a small real model are fetched once; where a registry cannot be reached, the tests of them skip and say so.
-# One BLAS thread per worker: two workers with two threads each would fight over two cores.
+# Two workers, each with one BLAS thread (tests/conftest.py).
 test: $(READY_DEV)
 	@$(PY) tools/fetch_inputs.py --optional
-	@$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+	@$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY_DEV)
 	@$(PY) -m ruff check .
