@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from math import prod
 
 import numpy as np
@@ -23,6 +24,7 @@ from sparkrt.model.weight import Embedding, Experts, Linear, Norm, WeightPlacer
 from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend
+from sparkrt.runtime.owner import Owner
 
 Progress = Callable[[int, int], None]  # (elements placed, elements in all)
 
@@ -31,22 +33,29 @@ def build_model(
     backend: GpuBackend, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None = None
 ) -> HybridModel:
     """Place every weight on the device and allocate all that a step will need. Raises LoadError from the source."""
-    built = _Builder(backend, config, source, options, progress)
-    decoder = built.decoder()
     a = config.attention
     group = KvGroup(config.attention_layers, options.dtype, a.num_kv_heads, a.head_dim, options.page_size)
-    kv = PagedKvCache(backend, [group], options.num_blocks)
-    states = StatePool(backend, config.gdn_layers, options.max_num_seqs, built.state_dims(), options.dtype)
-    return HybridModel(backend, config, options, decoder, kv, states, built.placer.owned)
+    with ExitStack() as undo:  # an allocation that fails half-way gives back what came before it
+        owner = Owner(backend)
+        undo.callback(owner.close)
+        built = _Builder(owner, config, source, options, progress)
+        decoder = built.decoder()
+        kv = PagedKvCache(backend, [group], options.num_blocks)
+        undo.callback(kv.close)
+        states = StatePool(backend, config.gdn_layers, options.max_num_seqs, built.state_dims(), options.dtype)
+        undo.callback(states.close)
+        model = HybridModel(owner, config, options, decoder, kv, states)
+        undo.pop_all()
+        return model
 
 
 class _Builder:
     def __init__(
-        self, backend: GpuBackend, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None
+        self, owner: Owner, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None
     ) -> None:
         self.config = config
         self.options = options
-        self.placer = WeightPlacer(backend, options.dtype, options.batch_invariant)
+        self.placer = WeightPlacer(owner, options.dtype, options.batch_invariant)
         self._source = source
         self._progress = progress
         self._total = sum(prod(shape) for shape in expected_tensors(config).values())

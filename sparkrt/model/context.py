@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparkrt.cache.paged import PagedKvCache
     from sparkrt.cache.state import StatePool
     from sparkrt.runtime.comm import Comm
+    from sparkrt.runtime.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +30,34 @@ class StepShape:
         return self.decode + self.prefill
 
 
+class Reservation:
+    """Collects what layers need of scratch for `tokens` rows; the widest request for a name wins."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.sizes: dict[str, tuple[int, DType | None]] = {}
+
+    def rows(self, name: str, width: int, dtype: DType | None = None) -> None:
+        """`tokens` rows of `width` elements; dtype None: that of activations."""
+        self.elements(name, self.tokens * width, dtype)
+
+    def elements(self, name: str, count: int, dtype: DType | None = None) -> None:
+        have, _ = self.sizes.get(name, (0, None))
+        self.sizes[name] = (max(have, count), dtype)
+
+
 class Scratch:
     """Named activation buffers, allocated once for the largest step and cut to each step's shape.
 
     Cuts are remembered: a replayed or repeated shape makes no new views. One `Scratch` belongs to one stream of forwards.
     """
 
-    def __init__(self, backend: GpuBackend, dtype: DType) -> None:
-        self._backend = backend
-        self._dtype = dtype
-        self._buffers: dict[str, DeviceArray] = {}
+    def __init__(self, owner: Owner, activation: DType, reservation: Reservation) -> None:
+        self._buffers = {
+            name: owner.empty((count,), dtype or activation, f"scratch.{name}")
+            for name, (count, dtype) in reservation.sizes.items()
+        }
         self._cuts: dict[tuple[str, tuple[int, ...]], DeviceArray] = {}
-
-    def reserve(self, name: str, elements: int, dtype: DType | None = None) -> None:
-        """Declare a buffer of at least `elements` before the first forward."""
-        have = self._buffers.get(name)
-        if have is not None:
-            if have.size >= elements:
-                return
-            self._backend.free(have.ptr)
-        self._buffers[name] = self._backend.empty((elements,), dtype or self._dtype, f"scratch.{name}")
 
     def cut(self, name: str, shape: tuple[int, ...]) -> DeviceArray:
         key = (name, shape)
@@ -58,16 +67,6 @@ class Scratch:
                 self._cuts.clear()
             array = self._cuts[key] = self._buffers[name].head(*shape)
         return array
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers.values())
-
-    def close(self) -> None:
-        for buffer in self._buffers.values():
-            self._backend.free(buffer.ptr)
-        self._buffers.clear()
-        self._cuts.clear()
 
 
 @dataclass(slots=True)
@@ -95,26 +94,6 @@ class ForwardContext:
     def buffer(self, name: str, *shape: int) -> DeviceArray:
         """Scratch under a name that must have been reserved; contents last until the same name is asked for again."""
         return self.scratch.cut(name, shape)
-
-
-class Reservation:
-    """Collects what layers need of scratch for `tokens` rows; the widest request for a name wins."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.sizes: dict[str, tuple[int, DType | None]] = {}
-
-    def rows(self, name: str, width: int, dtype: DType | None = None) -> None:
-        """`tokens` rows of `width` elements."""
-        self.elements(name, self.tokens * width, dtype)
-
-    def elements(self, name: str, count: int, dtype: DType | None = None) -> None:
-        have, _ = self.sizes.get(name, (0, None))
-        self.sizes[name] = (max(have, count), dtype)
-
-    def apply(self, scratch: Scratch) -> None:
-        for name, (count, dtype) in self.sizes.items():
-            scratch.reserve(name, count, dtype)
 
 
 F32 = dtypes.float32

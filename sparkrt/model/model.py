@@ -27,9 +27,10 @@ from sparkrt.model.sequence import Needs, SequenceState, SlotTable
 from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, padded_batch_n
 from sparkrt.ops.sampling import MARK_PROMPT
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import Event, GpuBackend
+from sparkrt.runtime.backend import Event
 from sparkrt.runtime.comm import SoloComm
 from sparkrt.runtime.dtypes import DType, uint32
+from sparkrt.runtime.owner import Owner
 
 # Per row: 1024 biases (id and value) and 1024 stop ids beside the eos ids: the most a request may carry.
 _LIST_ELEMENTS = 2 * 1024 + 1024 + 64
@@ -103,54 +104,34 @@ class HybridModel:
     """A decoder over a paged cache and a state pool, on any backend."""
 
     def __init__(
-        self,
-        backend: GpuBackend,
-        config: ModelConfig,
-        options: ModelOptions,
-        decoder: Decoder,
-        kv: PagedKvCache,
-        states: StatePool,
-        weights: list[DeviceArray],
+        self, owner: Owner, config: ModelConfig, options: ModelOptions, decoder: Decoder, kv: PagedKvCache, states: StatePool
     ) -> None:
+        """Takes over `owner`, `kv` and `states`: `close` ends them."""
         self.config = config
         self.options = options
         self.kv = kv
         self.states = states
-        self._backend = backend
+        self._owner = owner
+        self._backend = backend = owner.backend
         self._decoder = decoder
         o = options
-        max_blocks = -(-o.max_model_len // o.page_size)
-        self._allocations = list(weights)  # all that close() frees
-        slots = o.max_num_seqs + 1
-        self._pinned_tables = backend.alloc_pinned(slots * max_blocks * 4, "block_tables")
-        mirror = backend.pinned_view(self._pinned_tables, slots * max_blocks * 4).view(np.int32)
-        self._table = SlotTable(mirror.reshape(slots, max_blocks), kv.dummy_block)
-        self._tables = self._filled((slots, max_blocks), I32, self._table.blocks, "block_tables")
-        tail = o.max_rows * _LIST_ELEMENTS
-        self._plan = StepPlan(backend, PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, tail))
+        slots, max_blocks = o.max_num_seqs + 1, -(-o.max_model_len // o.page_size)
+        mirror = owner.pinned(slots * max_blocks, "block tables").reshape(slots, max_blocks)
+        self._table = SlotTable(mirror, kv.dummy_block)
+        self._tables = owner.put(mirror, I32, "block tables")
+        self._plan = StepPlan(owner, PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, o.max_rows * _LIST_ELEMENTS))
         self._planner = Planner(self._table, o.page_size)
-        self._allowed_words = -(-config.vocab_size // 32)
-        self._results = ResultBuffers(backend, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
+        self._results = ResultBuffers(owner, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
         self._sampler = self._sampler_state(slots)
-        scratch = Scratch(backend, o.dtype)
-        reservation = Reservation(o.max_tokens)
-        for name in ("residual", "normed", "delta"):
-            reservation.rows(name, config.hidden_size)
-        reservation.rows("ids", 1, I32)
-        reservation.elements("head", o.logit_rows * config.hidden_size)
-        reservation.elements("logits", o.logit_rows * config.vocab_size, F32)
-        for layer in decoder.layers:
-            layer.reserve(reservation)
-        reservation.apply(scratch)
         self._ctx = ForwardContext(
-            *(backend, backend.default_stream, scratch, self._plan.device, self._tables),
+            *(backend, backend.default_stream, self._scratch(), self._plan.device, self._tables),
             *(kv, states, SoloComm(backend), config.hidden_size),
         )
         self._graphs = GraphCache(limit=4 * len({padded_batch_n(n) for n in range(1, o.max_num_seqs + 1)}))
         self._eager = o.enforce_eager or any(layer.graph_veto for layer in decoder.layers)
         self._in_flight: deque[_InFlight] = deque()
-        self._events = [backend.create_event(), backend.create_event()]
-        self._forward_done = backend.create_event()
+        self._events = [owner.event(), owner.event()]
+        self._forward_done = owner.event()
         self._next_handle = 0
 
     # --- capacity ---------------------------------------------------------------------------------------------------------
@@ -191,7 +172,7 @@ class HybridModel:
         row = self._tables.rows(seq.slot, seq.slot + 1)
         self._backend.copy_h2d(row.ptr, self._table.blocks[seq.slot], self._ctx.stream)
         if seq.params.allowed is not None:
-            bits = np.zeros(self._allowed_words * 32, np.uint8)
+            bits = np.zeros(self._sampler.allowed.shape[1] * 32, np.uint8)
             bits[list(seq.params.allowed)] = 1
             packed = np.packbits(bits, bitorder="little").view(np.uint32)
             self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, packed)
@@ -330,38 +311,35 @@ class HybridModel:
         return result
 
     # --- construction and end ---------------------------------------------------------------------------------------------
-    def _filled(self, shape: tuple[int, ...], dtype: DType, values: np.ndarray | None, label: str) -> DeviceArray:
-        array = self._backend.empty(shape, dtype, label)
-        self._allocations.append(array)
-        if values is None:
-            self._backend.memset(array.ptr, 0, array.nbytes)
-        else:
-            self._backend.copy_h2d(array.ptr, np.ascontiguousarray(values, dtype.np))
-        return array
+    def _scratch(self) -> Scratch:
+        c, o = self.config, self.options
+        reservation = Reservation(o.max_tokens)
+        for name in ("residual", "normed", "delta"):
+            reservation.rows(name, c.hidden_size)
+        reservation.rows("ids", 1, I32)
+        reservation.elements("head", o.logit_rows * c.hidden_size)
+        reservation.elements("logits", o.logit_rows * c.vocab_size, F32)
+        for layer in self._decoder.layers:
+            layer.reserve(reservation)
+        return Scratch(self._owner, o.dtype, reservation)
 
     def _sampler_state(self, slots: int) -> SamplerState:
         vocab = self.config.vocab_size
-        empty_i, empty_f = self._filled((1,), I32, None, "none"), self._filled((1,), F32, None, "none")
+        owner, words = self._owner, -(-vocab // 32)
+        none_i, none_f = owner.zeros((1,), I32, "no list"), owner.zeros((1,), F32, "no list")
         return SamplerState(
-            feed=self._filled((slots,), I32, None, "feed"),
-            counts=self._filled((slots, vocab), I32, None, "counts"),
-            allowed=self._filled((slots, self._allowed_words), uint32, None, "allowed"),
+            feed=owner.zeros((slots,), I32, "feed"),
+            counts=owner.zeros((slots, vocab), I32, "token counts"),
+            allowed=owner.zeros((slots, words), uint32, "allowed tokens"),
             **self._results.device,
             valid_vocab=min(self.options.valid_vocab, vocab),
-            no_lists=SamplerLists(empty_i, empty_f, empty_i),
+            no_lists=SamplerLists(none_i, none_f, none_i),
         )
 
     def close(self) -> None:
         """Free everything the model holds. Sequences must have been released."""
         self._backend.synchronize()
         self._graphs.close(self._ctx)
-        self._ctx.scratch.close()
-        self._plan.close()
-        self._results.close()
-        self._backend.free_pinned(self._pinned_tables)
-        for event in (*self._events, self._forward_done):
-            self._backend.destroy_event(event)
-        for array in self._allocations:
-            self._backend.free(array.ptr)
+        self._owner.close()
         self.kv.close()
         self.states.close()

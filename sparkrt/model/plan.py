@@ -15,7 +15,8 @@ import numpy as np
 from sparkrt.ops import sampling
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import Event, GpuBackend, Stream
+from sparkrt.runtime.backend import Stream
+from sparkrt.runtime.owner import Owner
 
 _ALIGN = 64  # elements: 256 bytes
 
@@ -56,21 +57,19 @@ class PlanLimits:
 class StepPlan:
     """Two pinned copies (step N+1 is planned while N's upload may still run) and one device copy."""
 
-    def __init__(self, backend: GpuBackend, limits: PlanLimits) -> None:
+    def __init__(self, owner: Owner, limits: PlanLimits) -> None:
         self.limits = limits
-        self._backend = backend
+        self._backend = backend = owner.backend
         offsets, at = {}, 0
         for name, _, shape in limits.fields():
             offsets[name] = at
             at += -(-prod(shape) // _ALIGN) * _ALIGN
         self.fixed = at
         self.elements = at + limits.tail
-        self._pinned = [backend.alloc_pinned(self.elements * 4, "plan") for _ in range(2)]
-        self._device = backend.alloc(self.elements * 4, "plan")
-        self._uploaded: list[Event | None] = [None, None]
-        self._raw = [backend.pinned_view(p, self.elements * 4).view(np.int32) for p in self._pinned]
-        for raw in self._raw:
-            raw[:] = 0
+        self._device = owner.alloc(self.elements * 4, "plan")
+        self._raw = [owner.pinned(self.elements, "plan") for _ in range(2)]
+        self._uploaded = [owner.event() for _ in range(2)]
+        self._waiting = [False, False]
         self._views = [self._host_views(raw, offsets) for raw in self._raw]
         self.device = {
             name: backend.array(self._device.offset(offsets[name] * 4), dtypes.float32 if is_float else dtypes.int32, shape)
@@ -90,7 +89,7 @@ class StepPlan:
         """The host arrays to fill for the next step."""
         self._turn ^= 1
         event = self._uploaded[self._turn]
-        if event is not None and not self._backend.event_query(event):
+        if self._waiting[self._turn] and not self._backend.event_query(event):
             self._backend.event_synchronize(event)  # two steps old: done unless the device is far behind
         self._tail = 0
         return self._views[self._turn]
@@ -113,15 +112,5 @@ class StepPlan:
         """One asynchronous copy of the used part."""
         used = self.fixed + self._tail
         self._backend.copy_h2d(self._device, self._raw[self._turn][:used], stream)
-        event = self._uploaded[self._turn]
-        if event is None:
-            event = self._uploaded[self._turn] = self._backend.create_event()
-        self._backend.record_event(event, stream)
-
-    def close(self) -> None:
-        for pinned in self._pinned:
-            self._backend.free_pinned(pinned)
-        for event in self._uploaded:
-            if event is not None:
-                self._backend.destroy_event(event)
-        self._backend.free(self._device)
+        self._backend.record_event(self._uploaded[self._turn], stream)
+        self._waiting[self._turn] = True

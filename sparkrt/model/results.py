@@ -9,7 +9,7 @@ import numpy as np
 from sparkrt.model.batch import TokenLogprobs
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import DevicePtr, GpuBackend
+from sparkrt.runtime.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,11 @@ class ScoreView:
 class ResultBuffers:
     """The device block and its two pinned copies (two steps may be in flight)."""
 
-    def __init__(self, backend: GpuBackend, layout: ResultLayout) -> None:
+    def __init__(self, owner: Owner, layout: ResultLayout) -> None:
         self.layout = layout
-        self._backend = backend
-        self.ptr: DevicePtr = backend.alloc(layout.words * 4, "results")
-        self._pinned = [backend.alloc_pinned(layout.words * 4, "results") for _ in range(2)]
-        self.host = [backend.pinned_view(p, layout.words * 4).view(np.int32) for p in self._pinned]
+        self.ptr = owner.alloc(layout.words * 4, "results")
+        self.host = [owner.pinned(layout.words, "results") for _ in range(2)]
+        backend = owner.backend
         floats = {"chosen", "top_logprobs"}
         offsets, shapes = layout.offsets(), layout.shapes()
         self.device: dict[str, DeviceArray] = {
@@ -75,8 +74,3 @@ class ResultBuffers:
             return words[offsets[name] : offsets[name] + int(np.prod(shape))].reshape(shape)
 
         return ScoreView(part("chosen").view(np.float32), part("rank"), part("top_ids"), part("top_logprobs").view(np.float32))
-
-    def close(self) -> None:
-        for pinned in self._pinned:
-            self._backend.free_pinned(pinned)
-        self._backend.free(self.ptr)

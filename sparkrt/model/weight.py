@@ -7,7 +7,7 @@ BF16 b,a in one projection. Every one of them has a delta slot, which LoRA fills
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from sparkrt.runtime.dtypes import DType
 
 if TYPE_CHECKING:
     from sparkrt.model.context import ForwardContext
-    from sparkrt.runtime.backend import GpuBackend
+    from sparkrt.runtime.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,19 @@ class Delta(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacer:
-    """Turns logical matrices into device weights in the format and packing that the backend computes with.
+    """Turns logical matrices into device weights in the format and packing that the backend computes with."""
 
-    `owned` collects every array placed, for the model to free.
-    """
-
-    backend: GpuBackend
+    owner: Owner
     dtype: DType
     batch_invariant: bool = False
-    owned: list[DeviceArray] = field(default_factory=list)
 
     @property
     def packing(self) -> str:
-        return "kn" if self.backend.properties.kind == "host" else "nk"
+        return "kn" if self.owner.backend.properties.kind == "host" else "nk"
 
     def array(self, values: np.ndarray, label: str, dtype: DType = dtypes.float32) -> DeviceArray:
         """Place values as they are. float32 unless told: a norm weight stored near 0 loses digits in bf16."""
-        host = np.ascontiguousarray(values, dtype=dtype.np)
-        array = self.backend.empty(host.shape, dtype, label)
-        self.owned.append(array)
-        if host.size:
-            self.backend.copy_h2d(array.ptr, host)
-        return array
+        return self.owner.put(values, dtype, label)
 
     def matrix(self, values: np.ndarray, label: str) -> Weight:
         """Place [..., N, K] (a matrix, or one per expert)."""

@@ -1,0 +1,59 @@
+"""`Owner`: what one object allocated, freed together on every way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import numpy as np
+
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import DevicePtr, Event, GpuBackend
+from sparkrt.runtime.dtypes import DType
+
+
+class Owner:
+    """Allocates through a backend and remembers it. An allocation that fails leaves the rest for `close`."""
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self.backend = backend
+        self._undo: list[Callable[[], None]] = []
+
+    def alloc(self, nbytes: int, label: str) -> DevicePtr:
+        ptr = self.backend.alloc(nbytes, label)
+        self._undo.append(lambda: self.backend.free(ptr))
+        return ptr
+
+    def empty(self, shape: Sequence[int], dtype: DType, label: str) -> DeviceArray:
+        return self.backend.array(self.alloc(prod(shape) * dtype.itemsize, label), dtype, shape)
+
+    def put(self, values: np.ndarray, dtype: DType, label: str) -> DeviceArray:
+        """A device copy of `values` as `dtype`. Blocking: for load time."""
+        host = np.ascontiguousarray(values, dtype=dtype.np)
+        array = self.empty(host.shape, dtype, label)
+        if host.size:
+            self.backend.copy_h2d(array.ptr, host)
+        return array
+
+    def zeros(self, shape: Sequence[int], dtype: DType, label: str) -> DeviceArray:
+        array = self.empty(shape, dtype, label)
+        self.backend.memset(array.ptr, 0, array.nbytes)
+        return array
+
+    def pinned(self, words: int, label: str) -> np.ndarray:
+        """`words` zeroed int32 of pinned host memory."""
+        ptr = self.backend.alloc_pinned(words * 4, label)
+        self._undo.append(lambda: self.backend.free_pinned(ptr))
+        view: np.ndarray = self.backend.pinned_view(ptr, words * 4).view(np.int32)
+        view[:] = 0
+        return view
+
+    def event(self) -> Event:
+        event = self.backend.create_event()
+        self._undo.append(lambda: self.backend.destroy_event(event))
+        return event
+
+    def close(self) -> None:
+        """Free everything, last first; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
