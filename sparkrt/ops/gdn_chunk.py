@@ -83,21 +83,24 @@ def gdn_prefill(
     heads = (k_heads, v_heads // k_heads, v_dim, k_dim)
     pool = state.reshape(-1, *heads)
     slot_of, start_of = slots.tolist(), starts.tolist()
+    chunks = _grid(cu.tolist(), start_of)
     wanted: dict[tuple[int, int], list[int]] = {}
-    for i, (sequence, offset) in enumerate(() if snap_rows is None else snap_rows.tolist()):
-        if sequence >= 0:
-            wanted.setdefault((sequence, offset), []).append(i)
+    if snapshots is not None and snap_rows is not None:
+        ends = {(sequence, 0) for sequence in range(len(start_of))} | {(c.sequence, c.end) for c in chunks}
+        for i, (sequence, offset) in enumerate(snap_rows.tolist()):
+            if sequence >= 0:
+                wanted.setdefault((sequence, offset), []).append(i)
+        if wanted.keys() - ends:
+            raise ValueError(f"gdn_prefill: no chunk of the slices ends at snap_rows {sorted(wanted.keys() - ends)}")
 
     def snapshot(sequence: int, offset: int) -> None:
-        for i in wanted.pop((sequence, offset), ()):
-            assert snapshots is not None, "snap_rows without a place to put them"
-            snapshots[i] = state[slot_of[sequence]]
+        if snapshots is not None and (rows := wanted.get((sequence, offset))):
+            snapshots[rows] = state[slot_of[sequence]]
 
     for sequence, start in enumerate(start_of):
         if start == 0:
             state[slot_of[sequence]] = 0
         snapshot(sequence, 0)
-    chunks = _grid(cu.tolist(), start_of)
     at_once = max(1, _HEADS_AT_ONCE // v_heads)
     update = np.empty(heads, np.float32)
     for first in range(0, len(chunks), at_once):
@@ -107,8 +110,6 @@ def gdn_prefill(
             o = _advance(pool[slot_of[chunk.sequence]], ready, i, update)
             out[chunk.row : chunk.row + chunk.rows] = o.reshape(v_heads, CHUNK, v_dim)[:, : chunk.rows].swapaxes(0, 1)
             snapshot(chunk.sequence, chunk.end)
-    if wanted:
-        raise ValueError(f"gdn_prefill: snap_rows {sorted(wanted)} are no chunk ends of their slices")
 
 
 def _advance(s: np.ndarray, ready: _Prepared, i: int, update: np.ndarray) -> np.ndarray:

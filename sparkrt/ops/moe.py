@@ -67,7 +67,7 @@ def moe_experts(
     n = chosen.size
     order = chosen.argsort(kind="stable")
     experts = chosen[order]
-    cuts = [0, *(np.flatnonzero(experts[1:] != experts[:-1]) + 1).tolist(), n]
+    cuts = [0, *((experts[1:] != experts[:-1]).nonzero()[0] + 1).tolist(), n]
     # A lone row runs as two, or BLAS would take its matrix-vector path, which sums in another order. The second is the row
     # that follows (a spare one at the end); what it leaves in the buffers, the next expert overwrites.
     firsts = experts[cuts[:-1]].tolist()

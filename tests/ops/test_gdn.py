@@ -234,6 +234,7 @@ def test_snapshots_are_the_states_at_their_offsets() -> None:
 
 
 def test_a_snapshot_off_the_grid_is_refused() -> None:
+    """Before anything is changed."""
     seq, state = Sequence.random(42, 100), pool(14)
     with pytest.raises(ValueError, match=r"\(0, 65\)"):
         gdn_prefill(
@@ -242,6 +243,7 @@ def test_a_snapshot_off_the_grid_is_refused() -> None:
             np.empty((1, HV, DV, DK), np.float32),
             *(seq.qkv, seq.g, seq.beta, i32(0), i32(0, 100), i32(0), np.array([[0, 65]], np.int32), HK),
         )
+    assert np.array_equal(state, pool(14))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
