@@ -8,13 +8,18 @@ every M up to 520, float32, bits compared):
 - one row goes to gemv, which sums in another order than gemm, always;
 - up to M·N·K = 1e6 gemm takes a small-matrix path. It differs from the blocked path where N is no multiple of 64 or K exceeds
   one block of the latter (256 does not, 512 does): K 256 × N 264 to M = 14, 256 × 1032 to 3, 512 × 256 to 7, 576 × 576 to 3,
-  256 × 8 to 488. Beyond 1e6 no difference was found at any M, thread count or row offset;
+  256 × 8 to 488. Beyond 1e6 no difference was found at any M, thread count or row offset. Within the small path rows agree,
+  also when N is cut at multiples of 64;
 - one column (the shared expert's gate) goes to gemv over all rows, where two rows of three differ from their result in other
   company; a dot product per row does not.
 
-So `LINEAR` runs a lone row as two rows, and its order changes at most once, at the row count where M·N·K passes 1e6.
-`LINEAR_INVARIANT` runs fewer rows than that as that many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489 (23 µs) for a router of
-8 experts. Elsewhere the two differ in time, hardly in bits: a small product costs up to 4 times more on the blocked path.
+`LINEAR` runs a lone row as two, and up to 16 rows (fewer above K = 976, so that 64 columns fit) on the small path, cut into
+column tiles: there nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of 400, 1536 × 576 130 instead of
+200) and no second thread is waited for, which beside another busy process costs milliseconds. Its order changes once, at that
+row count or where M·N·K passes 1e6.
+
+`LINEAR_INVARIANT` runs fewer rows than take the blocked path as that many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489
+(23 µs) for a router of 8 experts.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ import numpy as np
 from sparkrt.ops.operator import Case, Operator, Rng
 
 _SMALL_PATH = 1_000_000  # largest M·N·K of OpenBLAS's small-matrix path
+_FEW_ROWS = 16  # above, two threads on the blocked path win
+_STEP = 64  # columns its kernel does at a time
 
 
 def pack_kn(w: np.ndarray) -> np.ndarray:
@@ -39,28 +46,37 @@ def linear_ref(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> np.ndar
 
 
 def linear(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
-    _product(out, x, w, 2)
-    if bias is not None:
-        np.add(out, bias, out)
+    _product(out, x, w, bias, 2, _FEW_ROWS)
 
 
 def linear_invariant(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
-    _product(out, x, w, max(2, _SMALL_PATH // w.size + 1))
+    _product(out, x, w, bias, max(2, _SMALL_PATH // w.size + 1), 0)
+
+
+def _product(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, least_rows: int, few_rows: int) -> None:
+    """out = x · w + bias, run with at least `least_rows` rows (the added ones are zero), and up to `few_rows` in column tiles."""
+    rows, columns = len(x), w.shape[1]
+    if columns == 1:
+        np.vecdot(x, w[:, 0], out[:, 0])
+    elif 0 < rows < least_rows:
+        padded, product = np.zeros((least_rows, x.shape[1]), x.dtype), np.empty((least_rows, columns), out.dtype)
+        padded[:rows] = x
+        _tiled(product, padded, w, few_rows)
+        out[...] = product[:rows]
+    else:
+        _tiled(out, x, w, few_rows)
     if bias is not None:
         np.add(out, bias, out)
 
 
-def _product(out: np.ndarray, x: np.ndarray, w: np.ndarray, least_rows: int) -> None:
-    """out = x · w, run with at least `least_rows` rows (the added ones are zero)."""
-    rows = len(x)
-    if w.shape[1] == 1:
-        np.vecdot(x, w[:, 0], out[:, 0])
-    elif rows >= least_rows or not rows:
-        np.matmul(x, w, out)
+def _tiled(out: np.ndarray, x: np.ndarray, w: np.ndarray, few_rows: int) -> None:
+    columns = w.shape[1]
+    width = _SMALL_PATH // x.size // _STEP * _STEP if 0 < len(x) <= few_rows else 0
+    if 0 < width < columns:
+        for a in range(0, columns, width):
+            np.matmul(x, w[:, a : a + width], out[:, a : a + width])
     else:
-        padded = np.zeros((least_rows, x.shape[1]), x.dtype)
-        padded[:rows] = x
-        out[...] = np.matmul(padded, w)[:rows]
+        np.matmul(x, w, out)
 
 
 def _case(tokens: int, outputs: int, inputs: int, bias: bool = False) -> Case:
@@ -85,7 +101,7 @@ _PARITY = tuple(
     _case(*s)
     for s in (
         *((1, 256, 64), (2, 8, 256), (63, 96, 100), (64, 64, 64), (65, 33, 256, True), (0, 16, 8)),
-        *((1, 1, 256), (5, 1, 256), (3, 1032, 256, True), (1, 576, 576), (7, 2, 3)),
+        *((1, 1, 256), (5, 1, 256), (3, 1032, 256, True), (1, 576, 576), (7, 2, 3), (16, 1000, 128), (17, 1000, 128)),
     )
 )
 _BENCH = tuple(
@@ -98,7 +114,7 @@ _BENCH = tuple(
 
 LINEAR = Operator(
     "linear",
-    f"""Projection; rows may sum in another order below a row count fixed by the weight's shape.
+    f"""Projection; rows may sum in another order above a row count fixed by the weight's shape.
 
     {_DOC}""",
     linear_ref,
