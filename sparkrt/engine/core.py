@@ -134,6 +134,11 @@ class EngineCore:
         """Whether `step` has anything to do or to tell."""
         return bool(self._requests or self._outbox or self._in_flight) or (self._fatal is not None and not self._closed)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether requests wait and nothing of the engine's own will make room: decode loops hold it."""
+        return bool(self.scheduler.waiting) and not self.scheduler.admitted and self._in_flight is None
+
     # steps
 
     def step(self) -> list[EngineOutput]:

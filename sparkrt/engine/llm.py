@@ -17,7 +17,7 @@ from sparkrt.engine.decode_loop import BatchDecodeLoop, DecodeLoop
 from sparkrt.engine.loading import load
 from sparkrt.engine.outputs import RequestOutput
 from sparkrt.engine.params import SamplingParams, check_prompt_ids, to_requests
-from sparkrt.errors import RequestError, SparkrtError
+from sparkrt.errors import CapacityError, RequestError, SparkrtError
 
 if TYPE_CHECKING:
     from sparkrt.engine.messages import EngineRequest, ModelInfo
@@ -189,7 +189,10 @@ class LLM:
             for request in requests:
                 core.add(request)
             while answers:
-                for out in core.step():
+                news = core.step()
+                if not news and core.stalled:
+                    raise CapacityError("open decode loops hold the slots or KV blocks these requests need: close them first")
+                for out in news:
                     answer = answers.get(out.request_id)
                     if answer is None:
                         continue  # the echo of an abort, or somebody else's

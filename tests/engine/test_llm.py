@@ -8,7 +8,7 @@ import sparkrt
 from sparkrt.engine import llm as llm_module
 from sparkrt.engine.core import EngineCore
 from sparkrt.engine.loading import Loaded
-from sparkrt.errors import LoadError, RequestError, SparkrtError
+from sparkrt.errors import CapacityError, LoadError, RequestError, SparkrtError
 from sparkrt.model.batch import SamplerParams
 from sparkrt.model.checkpoint import bundled_model
 from sparkrt.runtime.backend import OutOfMemory
@@ -203,6 +203,16 @@ def test_decode_loops(llm):
         llm.decode_loop([])
     with pytest.raises(RequestError):
         llm.decode_loop([[1], []])
+
+
+def test_open_loops_that_hold_all_room_are_no_endless_wait(llm):
+    loops = [llm.decode_loop([9]) for _ in range(4)]
+    with pytest.raises(CapacityError, match="close them"):
+        llm.generate([[1]], SamplingParams(**GREEDY), use_tqdm=False)
+    loops.pop().close()
+    assert len(llm.generate([[1], [2]], SamplingParams(**GREEDY), use_tqdm=False)) == 2
+    for loop in loops:
+        loop.close()
 
 
 def test_closed_is_closed(llm):
