@@ -98,6 +98,8 @@ class _InFlight:
     rows: StepRows
     words: np.ndarray  # the pinned result buffer, int32
     done: Event
+    logits: DeviceArray
+    hidden: DeviceArray
 
 
 class HybridModel:
@@ -128,7 +130,6 @@ class HybridModel:
             *(kv, states, SoloComm(backend), config.hidden_size),
         )
         self._graphs = GraphCache(limit=4 * len({padded_batch_n(n) for n in range(1, o.max_num_seqs + 1)}))
-        self._eager = o.enforce_eager or any(layer.graph_veto for layer in decoder.layers)
         self._in_flight: deque[_InFlight] = deque()
         self._events = [owner.event(), owner.event()]
         self._forward_done = owner.event()
@@ -232,22 +233,34 @@ class HybridModel:
         """Enqueue one step and return its handle. At most two may be in flight."""
         assert len(self._in_flight) < 2, "collect a step before launching a third"
         host = self._plan.begin()
-        pure = not batch.prefill
-        bucket = padded_batch_n(len(batch.decode)) if pure and not self._eager else len(batch.decode)
+        graph = not (batch.prefill or self.options.enforce_eager or any(layer.graph_veto for layer in self._decoder.layers))
+        bucket = padded_batch_n(len(batch.decode)) if graph else len(batch.decode)
         rows = self._planner.fill(host, batch, bucket)
         lists = self._lists(host, rows) if rows.needs & Needs.LISTS else None
+        for layer in self._decoder.layers:
+            layer.prestage(self._plan)
         self._plan.upload(self._ctx.stream)
+        try:
+            self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
+            logits, hidden = self._run(rows, lists, graph)
+        except BaseException:
+            for layer in self._decoder.layers:
+                layer.rearm()
+            raise
+        return self._read_back(rows, logits, hidden)
+
+    def _run(self, rows: StepRows, lists: SamplerLists | None, graph: bool) -> tuple[DeviceArray, DeviceArray]:
+        """Forward, then sampler: two graphs with an event between where the shape repeats. Returns logits and hidden rows."""
         ctx = self._ctx
-        ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
-        if pure and not self._eager:
+        if graph:
             feed = self._sampler.feed
             self._graphs.run(ctx, ("forward", bucket), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=True)
         self._backend.record_event(self._forward_done, ctx.stream)
-        self._sample(rows, logits, lists, graph=pure and not self._eager)
-        return self._read_back(rows)
+        self._sample(rows, logits, lists, graph)
+        return logits, ctx.buffer("normed" if graph else "head", rows.logit_rows, self.config.hidden_size)
 
     def _sample(self, rows: StepRows, logits: DeviceArray, lists: SamplerLists | None, graph: bool) -> None:
         """Choose tokens for the sampling rows, and score what was asked for."""
@@ -276,7 +289,7 @@ class HybridModel:
         ids, values, stops = self._planner.lists(host, rows)
         return SamplerLists(self._plan.append(ids), self._plan.append(values), self._plan.append(stops))
 
-    def _read_back(self, rows: StepRows) -> int:
+    def _read_back(self, rows: StepRows, logits: DeviceArray, hidden: DeviceArray) -> int:
         """Copy results to pinned memory behind the step; the whole block only if log-probabilities were asked for."""
         turn = self._next_handle & 1
         words = self._results.host[turn]
@@ -284,7 +297,7 @@ class HybridModel:
         if used:
             self._backend.copy_d2h(words[:used], self._results.ptr, self._ctx.stream)
         self._backend.record_event(self._events[turn], self._ctx.stream)
-        self._in_flight.append(_InFlight(self._next_handle, rows, words, self._events[turn]))
+        self._in_flight.append(_InFlight(self._next_handle, rows, words, self._events[turn], logits, hidden))
         self._next_handle += 1
         return self._next_handle - 1
 
@@ -294,7 +307,8 @@ class HybridModel:
         assert step.handle == handle, "steps are collected in the order they were launched"
         self._backend.event_synchronize(step.done)
         rows, live = step.rows, len(step.rows.sequences)
-        result = MixedBatchResult(step.words[:live].copy(), [None] * live, [])
+        logits, hidden = step.logits.rows(0, live), step.hidden.rows(0, live)
+        result = MixedBatchResult(step.words[:live].copy(), [None] * live, [], logits, hidden)
         for seq, length in zip(rows.touched, rows.lengths, strict=True):
             seq.kv_valid_tokens = max(seq.kv_valid_tokens, length)
         if rows.needs & Needs.LOGPROBS:

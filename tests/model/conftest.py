@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Bench:
         """Run a prompt in slices ending at `cuts`; the first token of the answer."""
         edges = [0, *(c for c in cuts if c < len(ids)), len(ids)]
         token = -1
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             part = PrefillSlice(seq, np.array(ids[start:stop], np.int32), start, sample=stop == len(ids))
             result = self.model.collect(self.model.launch(ForwardBatch(prefill=[part])))
             if part.sample:

@@ -172,7 +172,7 @@ def test_log_probabilities_of_prompt_and_answer(bench: Bench) -> None:
     assert [s.token for s in scored] == PROMPT[1:40]
     model.release(seq)
     again = model.new_sequence(GREEDY, 200)
-    halves = [PrefillSlice(again, ids[:17], 0, False, targets=ids[1:18]), PrefillSlice(again, ids[17:], 17, True, targets=ids[18:])]
+    halves = (PrefillSlice(again, ids[:17], 0, False, ids[1:18]), PrefillSlice(again, ids[17:], 17, True, ids[18:]))
     rescored = [s for h in halves for s in model.collect(model.launch(ForwardBatch(prefill=[h]))).prompt_logprobs[0]]
     np.testing.assert_allclose([s.logprob for s in rescored], [s.logprob for s in scored], atol=1e-4)
     model.release(again)

@@ -1,0 +1,225 @@
+"""The seams later work needs: each has a trivial implementation, and here another one is put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkrt.model.batch import ForwardBatch, PrefillSlice
+from sparkrt.model.context import ForwardContext
+from sparkrt.model.layers.layer import DecoderLayer
+from sparkrt.model.layers.mlp import MixtureOfExperts
+from sparkrt.model.plan import StepPlan
+from sparkrt.model.residual import PlainResidual
+from sparkrt.model.sequence import SequenceState
+from sparkrt.model.weight import Linear, Norm, Segment, Shard, Weight
+from sparkrt.ops.norm import ADD, RMS_NORM
+from sparkrt.runtime import DeviceArray
+from tests.model.conftest import GREEDY, Bench
+
+PROMPT = np.random.default_rng(5).integers(0, 250, 40).tolist()
+
+
+def rebuild(bench: Bench, **parts: Any) -> None:
+    """Swap parts of a model's decoder."""
+    decoder = bench.model._decoder
+    for name, part in parts.items():
+        object.__setattr__(decoder, name, part)
+
+
+@pytest.fixture
+def fresh(open_bench: Callable[..., Bench]) -> Bench:
+    return open_bench()
+
+
+class EagerResidual(PlainResidual):
+    """Adds at once and norms on its own, as a highway of several streams would have to."""
+
+    def read(self, ctx: ForwardContext, norm: Norm, out: DeviceArray) -> None:
+        assert self._stream is not None
+        ctx.launch(RMS_NORM, out, self._stream, norm.weight, norm.eps, norm.offset)
+
+    def write(self, ctx: ForwardContext, delta: DeviceArray) -> None:
+        ctx.launch(ADD, self._stream, delta)
+
+
+def test_another_residual(fresh: Bench) -> None:
+    expected = fresh.answer(PROMPT, 8)
+    fresh.model._graphs.close(fresh.model._ctx)  # what was captured went through the old one
+    rebuild(fresh, residual=EagerResidual())
+    with fresh.backend.count() as traffic:
+        assert fresh.answer(PROMPT, 8) == expected
+    assert traffic.launched("add_rms_norm") == 0
+    assert traffic.launched("add") > 0
+
+
+@dataclass
+class RecordingDelta:
+    """Adds nothing, and keeps what it was given."""
+
+    inputs: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        self.inputs.append(x.view.copy())
+
+
+class ShiftingDelta:
+    """Adds one to every output."""
+
+    def add(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        out.view[...] += 1
+
+
+def slots_with_deltas(layer: DecoderLayer) -> list[Any]:
+    """Every place of a layer that takes a delta: projections, router, experts."""
+    found: list[Any] = []
+
+    def walk(part: Any) -> None:
+        if hasattr(part, "delta"):
+            found.append(part)
+        for name in getattr(type(part), "__slots__", ()):
+            child = getattr(part, name)
+            if type(child).__module__.startswith("sparkrt.model") and name != "config":
+                walk(child)
+
+    walk(layer.mixer)
+    walk(layer.mlp)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mixer", "mlp"])
+def test_every_projection_router_and_expert_matrix_has_a_delta_slot(open_bench: Callable[..., Bench], kind: str) -> None:
+    bench = open_bench(enforce_eager=True)
+    expected = bench.answer(PROMPT, 6)
+    layers = bench.model._decoder.layers
+    slots = [slot for layer in layers for slot in slots_with_deltas(layer)]
+    # 3 gdn layers of 2 projections, 1 attention layer of 2, 4 MoE layers of router, experts, shared gate, gate_up, down
+    assert len(slots) == 3 * 2 + 2 + 4 * 5
+    for slot in slots:
+        slot.delta = RecordingDelta()
+    assert bench.answer(PROMPT, 6) == expected
+    assert all(slot.delta.inputs and np.isfinite(slot.delta.inputs[0]).all() for slot in slots)
+    for slot in slots_with_deltas(layers[0]):
+        slot.delta = None
+    target = layers[0].mixer.out if kind == "mixer" else layers[0].mlp.shared.mlp.down
+    target.delta = ShiftingDelta()
+    assert bench.answer(PROMPT, 6) != expected
+
+
+def test_a_projection_of_several_segments_equals_the_fused_one(open_bench: Callable[..., Bench]) -> None:
+    """Segments may differ in format: each is its own product, written into its columns."""
+    bench = open_bench(enforce_eager=True)
+    expected = bench.answer(PROMPT, 6)
+    model = bench.model
+    mixer = model._decoder.layers[0].mixer
+    fused = mixer.in_proj.segments[0].weight
+    cut = 100
+    parts = [fused.payload.view[:, :cut], fused.payload.view[:, cut:]]
+    placed = [model._owner.put(p, fused.format, "segment") for p in parts]
+    mixer.in_proj = Linear(
+        [Segment(Weight((p.shape[1], p.shape[0]), fused.format, a, "kn")) for p, a in zip(parts, placed, strict=True)]
+    )
+    scratch = model._ctx.scratch._buffers
+    scratch["segment"] = model._owner.empty((model.options.max_tokens * fused.shape[0],), fused.format, "segment")
+    assert mixer.in_proj.out_features == fused.shape[0]
+    assert bench.answer(PROMPT, 6) == expected
+
+
+def test_a_host_fed_layer_is_prestaged_and_keeps_steps_out_of_graphs(fresh: Bench) -> None:
+    expected = fresh.answer(PROMPT, 6)
+    calls: list[str] = []
+
+    class Fed(DecoderLayer):
+        __slots__ = ()
+
+        def prestage(self, plan: StepPlan) -> None:
+            calls.append("prestage")
+
+        def rearm(self) -> None:
+            calls.append("rearm")
+
+        def forward(self, ctx: ForwardContext, residual: Any) -> None:
+            calls.append("forward")
+            super().forward(ctx, residual)
+
+    layers = fresh.model._decoder.layers
+    old = layers[1]
+    layers[1] = Fed(old.input_norm, old.mixer, old.post_norm, old.mlp, graph_veto=True)
+    before = fresh.model.captures
+    assert fresh.answer(PROMPT, 6) == expected
+    assert fresh.model.captures == before
+    assert calls == ["prestage", "forward"] * 6
+
+
+def test_a_step_that_fails_rearms_its_layers(fresh: Bench) -> None:
+    calls: list[str] = []
+
+    class Failing(DecoderLayer):
+        __slots__ = ()
+
+        def rearm(self) -> None:
+            calls.append("rearm")
+
+        def forward(self, ctx: ForwardContext, residual: Any) -> None:
+            raise RuntimeError("device says no")
+
+    layers = fresh.model._decoder.layers
+    old = layers[2]
+    layers[2] = Failing(old.input_norm, old.mixer, old.post_norm, old.mlp, graph_veto=True)
+    seq = fresh.model.new_sequence(GREEDY, 64)
+    with pytest.raises(RuntimeError, match="device says no"):
+        fresh.prefill(seq, PROMPT)
+    assert calls == ["rearm"]
+    fresh.model.release(seq)
+    fresh.model.check_integrity([])
+
+
+def test_auxiliary_state_travels_with_snapshots(fresh: Bench) -> None:
+    class Auxiliary(DecoderLayer):
+        __slots__ = ()
+
+        def snapshot_aux(self, seq: SequenceState) -> Any:
+            return dict(seq.aux)
+
+        def restore_aux(self, seq: SequenceState, aux: Any) -> None:
+            seq.aux = dict(aux)
+
+    layers = fresh.model._decoder.layers
+    old = layers[0]
+    layers[0] = Auxiliary(old.input_norm, old.mixer, old.post_norm, old.mlp)
+    seq = fresh.model.new_sequence(GREEDY, 100)
+    fresh.prefill(seq, PROMPT)
+    seq.aux["grams"] = 7
+    saved = fresh.model.snapshot(seq)
+    seq.aux["grams"] = 8
+    fresh.model.restore(seq, saved)
+    assert seq.aux == {"grams": 7}
+    saved[0].close()
+    fresh.model.release(seq)
+
+
+def test_shards_split_rows_evenly_or_say_why_not() -> None:
+    assert Shard().rows(10) is None
+    assert [Shard(r, 4).rows(8) for r in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
+    with pytest.raises(ValueError, match="10 rows cannot be split over 4 ranks"):
+        Shard(0, 4).rows(10)
+
+
+def test_results_carry_logits_and_hidden_states_of_the_sampled_rows(fresh: Bench) -> None:
+    model = fresh.model
+    seq = model.new_sequence(GREEDY, 64)
+    part = PrefillSlice(seq, np.array(PROMPT, np.int32), 0, True)
+    result = model.collect(model.launch(ForwardBatch(prefill=[part])))
+    assert result.logits is not None
+    assert result.hidden is not None
+    assert result.logits.shape == (1, model.config.vocab_size)
+    assert result.hidden.shape == (1, model.config.hidden_size)
+    head = model._decoder.head.segments[0].weight.payload.view
+    np.testing.assert_allclose(result.hidden.view @ head, result.logits.view, atol=1e-4)
+    assert int(result.logits.view[0].argmax()) == result.tokens[0]
+    assert isinstance(model._decoder.layers[0].mlp, MixtureOfExperts)
+    model.release(seq)
