@@ -255,7 +255,7 @@ class HybridModel:
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
         if graph:
             feed = self._sampler.feed
-            self._graphs.run(ctx, ("forward", bucket), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
+            self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=True)
         self._backend.record_event(self._forward_done, ctx.stream)
