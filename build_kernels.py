@@ -80,6 +80,7 @@ def write_plan(nvcc: str, root: Path, library: bool, binding: bool) -> str:
     # a kernel's resource report is kept beside its object; nvcc's output is shown when it fails
     quiet = "> $out.log 2>&1 || (cat $out.log; exit 1)"
     plan = [
+        f"builddir = {WORK}",  # where ninja keeps its books
         f"nvcc = {nvcc}",
         "rule kernel",
         f"  command = $nvcc {FLAGS} {codes} -I{ROOT / 'csrc'} -MD -MF $out.d -c $in -o $out {quiet}",
