@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from sparkrt.runtime.threads import limit_blas_threads
 
 limit_blas_threads()
@@ -26,6 +28,7 @@ from sparkrt.runtime.backend import (
     Stream,
 )
 from sparkrt.runtime.comm import Comm, CommError, SoloComm, fake_world
+from sparkrt.runtime.driver import CudaUnavailable
 from sparkrt.runtime.dtypes import DType
 from sparkrt.runtime.host import HostBackend
 from sparkrt.runtime.traffic import Traffic
@@ -37,6 +40,7 @@ __all__ = [
     "CaptureError",
     "Comm",
     "CommError",
+    "CudaUnavailable",
     "DType",
     "DeviceArray",
     "DeviceProperties",
@@ -60,9 +64,21 @@ __all__ = [
 
 
 def open_backend(device: str = "auto") -> GpuBackend:
-    """The backend called `device`: "host", "cuda", or "auto" (the best usable one). Raises LoadError saying what would work."""
-    if device in ("auto", "host"):
+    """The backend called `device`: "host", "cuda", or "auto": CUDA where it can be used, else the host.
+
+    Raises LoadError saying what is missing. "auto" never raises; where there is a GPU that it cannot use, it logs why.
+    """
+    if device not in ("auto", "host", "cuda"):
+        raise LoadError(f"device {device!r} is unknown; expected 'auto', 'host' or 'cuda'")
+    if device == "host":
         return HostBackend()
-    if device == "cuda":
-        raise LoadError("device 'cuda': the CUDA kernels are not built in this version; use 'host' or 'auto'")
-    raise LoadError(f"device {device!r} is unknown; expected 'auto', 'host' or 'cuda'")
+    from sparkrt.runtime.cuda import CudaBackend
+
+    try:
+        return CudaBackend()
+    except CudaUnavailable as error:
+        if device == "cuda":
+            raise LoadError(f"device 'cuda': {error}") from error
+        if error.gpu:
+            logging.getLogger("sparkrt").warning("running on the host: %s", error)
+        return HostBackend()

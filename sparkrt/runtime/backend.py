@@ -1,7 +1,7 @@
 """`GpuBackend`: the one door to a device.
 
 The protocol is shaped for CUDA (pinned memory, streams, events, pitched copies, graph capture) and has two real
-implementations: `HostBackend` (NumPy memory, the oracle and test double) and, later, `CudaBackend`.
+implementations: `HostBackend` (NumPy memory, the oracle and test double) and `CudaBackend`.
 """
 
 from __future__ import annotations
