@@ -12,7 +12,6 @@ from sparkrt.ops.gdn_reference import L2_EPS, gdn_gates_reference, gdn_prefill_r
 from sparkrt.ops.operator import Case, Operator, Rng
 
 _TILE = 1 << 18  # bytes of state updated at once; with a scratch of that size it stays in the L2 cache
-_BLOCK = 1 << 20  # bytes of state between a row's read and its update
 
 
 def gdn_gates(g: np.ndarray, beta: np.ndarray, proj: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray, b_col: int) -> None:
@@ -28,17 +27,7 @@ def gdn_step(
     """Decode rows: out [B, HV, DV], state [slots, HV, DV, DK] in/out, qkv [B, C], g/beta [B, HV], slots [B].
 
     A row's state is read once, S [q k], and updated once; nothing is gathered and no row's result depends on another row.
-    """
-    rows = max(1, _BLOCK // state[0].nbytes)
-    for lo in range(0, len(slots), rows):
-        at = slice(lo, lo + rows)
-        _step_rows(out[at], state, qkv[at], g[at], beta[at], slots[at].tolist(), k_heads)
-
-
-def _step_rows(
-    out: np.ndarray, state: np.ndarray, qkv: np.ndarray, g: np.ndarray, beta: np.ndarray, slots: list[int], k_heads: int
-) -> None:
-    """The norms of q and k go into the coefficients, q and k themselves stay as they are:
+    The norms of q and k go into the coefficients, q and k themselves stay as they are:
 
     d = beta (v - e^g S k/|k|),  o = e^g S q/|q| + (q·k)/(|q||k|) d,  S ← e^g S + d/|k| kᵀ
     """
@@ -52,7 +41,7 @@ def _step_rows(
     inverse[..., 0] *= np.float32(k_dim**-0.5)
     cross = gram[..., 0, 1] * inverse[..., 0] * inverse[..., 1]
 
-    states = [state[slot].reshape(k_heads, group * v_dim, k_dim) for slot in slots]
+    states = [state[slot].reshape(k_heads, group * v_dim, k_dim) for slot in slots.tolist()]
     seen = np.empty((n, k_heads, 2, group * v_dim), np.float32)  # S q, S k
     for i, s in enumerate(states):
         np.matmul(qk[i], s.swapaxes(1, 2), out=seen[i])
@@ -69,8 +58,8 @@ def _step_rows(
     seen[:, :, 0] = 0
     np.multiply(d, inverse[..., 1, None, None], out=seen[:, :, 1])
     left = seen.reshape(n, k_heads, 2, group * v_dim).swapaxes(2, 3)
-    heads = max(1, _TILE // states[0][0].nbytes)
-    update = np.empty((min(heads, k_heads), group * v_dim, k_dim), np.float32)
+    heads = min(k_heads, max(1, _TILE // (4 * group * v_dim * k_dim)))
+    update = np.empty((heads, group * v_dim, k_dim), np.float32)
     decay = decay[..., None]
     for i, s in enumerate(states):
         for first in range(0, k_heads, heads):

@@ -260,8 +260,8 @@ def test_a_step_row_does_not_depend_on_its_neighbours(rows: int) -> None:
     assert np.array_equal(together, alone)
 
 
-def test_many_rows_cross_blocks_and_tiles() -> None:
-    """States of 4 MiB: each row is a block of its own and its heads are updated tile by tile."""
+def test_large_states_are_updated_tile_by_tile() -> None:
+    """States of 4 MiB: heads of a row go in tiles."""
     rng = np.random.default_rng(17)
     heads, batch = 64, 3
     state = rng.standard_normal((batch, heads, 128, 128), np.float32)
