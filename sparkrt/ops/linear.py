@@ -13,10 +13,11 @@ every M up to 520, float32, bits compared):
 - one column (the shared expert's gate) goes to gemv over all rows, where two rows of three differ from their result in other
   company; a dot product per row does not.
 
-`LINEAR` runs a lone row as two, and up to 16 rows (fewer above K = 976, so that 64 columns fit) on the small path, cut into
-column tiles: there nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of 400, 1536 × 576 130 instead of
-200) and no second thread is waited for, which beside another busy process costs milliseconds. Its order changes once, at that
-row count or where M·N·K passes 1e6.
+`LINEAR` runs a lone row as two, and inputs of up to 4096 elements (16 rows at K = 256, 7 at 576, 2 at 2048) on the small path,
+cut into column tiles. There nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of 400, at 4 rows 275
+instead of 420; 256 × 1544 at 4 rows 45 instead of 74) and no second thread is waited for. On two idle cores that thread would
+win at 16 rows (256 × 1544 108 µs against 155), but beside another busy process the wait costs milliseconds in every call. The
+order of a row's sum changes once, where the input passes 4096 elements or M·N·K passes 1e6, whichever is later.
 
 `LINEAR_INVARIANT` runs fewer rows than take the blocked path as that many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489
 (23 µs) for a router of 8 experts.
@@ -24,6 +25,7 @@ row count or where M·N·K passes 1e6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ import numpy as np
 from sparkrt.ops.operator import Case, Operator, Rng
 
 _SMALL_PATH = 1_000_000  # largest M·N·K of OpenBLAS's small-matrix path
-_FEW_ROWS = 16  # above, two threads on the blocked path win
+_FEW = 4096  # elements of an input that counts as few rows
 _STEP = 64  # columns its kernel does at a time
 
 
@@ -46,37 +48,49 @@ def linear_ref(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> np.ndar
 
 
 def linear(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
-    _product(out, x, w, bias, 2, _FEW_ROWS)
+    _padded(_tiled, 2, out, x, w, bias)
 
 
 def linear_invariant(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
-    _product(out, x, w, bias, max(2, _SMALL_PATH // w.size + 1), 0)
+    _padded(_whole, max(2, _SMALL_PATH // w.size + 1), out, x, w, bias)
 
 
-def _product(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, least_rows: int, few_rows: int) -> None:
-    """out = x · w + bias, run with at least `least_rows` rows (the added ones are zero), and up to `few_rows` in column tiles."""
+def _padded(
+    product: Callable[[np.ndarray, np.ndarray, np.ndarray], None],
+    least_rows: int,
+    out: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    bias: np.ndarray | None,
+) -> None:
+    """out = x · w + bias by a `product` of at least `least_rows` rows, the added ones zero; one column by dot products."""
     rows, columns = len(x), w.shape[1]
     if columns == 1:
         np.vecdot(x, w[:, 0], out[:, 0])
     elif 0 < rows < least_rows:
-        padded, product = np.zeros((least_rows, x.shape[1]), x.dtype), np.empty((least_rows, columns), out.dtype)
-        padded[:rows] = x
-        _tiled(product, padded, w, few_rows)
-        out[...] = product[:rows]
+        more, result = np.zeros((least_rows, x.shape[1]), x.dtype), np.empty((least_rows, columns), out.dtype)
+        more[:rows] = x
+        product(result, more, w)
+        out[...] = result[:rows]
     else:
-        _tiled(out, x, w, few_rows)
+        product(out, x, w)
     if bias is not None:
         np.add(out, bias, out)
 
 
-def _tiled(out: np.ndarray, x: np.ndarray, w: np.ndarray, few_rows: int) -> None:
+def _whole(out: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
+    np.matmul(x, w, out)
+
+
+def _tiled(out: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
+    """Few rows in tiles of columns that fit the small path; many at once."""
     columns = w.shape[1]
-    width = _SMALL_PATH // x.size // _STEP * _STEP if 0 < len(x) <= few_rows else 0
-    if 0 < width < columns:
-        for a in range(0, columns, width):
-            np.matmul(x, w[:, a : a + width], out[:, a : a + width])
-    else:
+    width = _SMALL_PATH // x.size // _STEP * _STEP if 0 < x.size <= _FEW else columns
+    if width >= columns:
         np.matmul(x, w, out)
+        return
+    for a in range(0, columns, width):
+        np.matmul(x, w[:, a : a + width], out[:, a : a + width])
 
 
 def _case(tokens: int, outputs: int, inputs: int, bias: bool = False) -> Case:
@@ -101,7 +115,7 @@ _PARITY = tuple(
     _case(*s)
     for s in (
         *((1, 256, 64), (2, 8, 256), (63, 96, 100), (64, 64, 64), (65, 33, 256, True), (0, 16, 8)),
-        *((1, 1, 256), (5, 1, 256), (3, 1032, 256, True), (1, 576, 576), (7, 2, 3), (16, 1000, 128), (17, 1000, 128)),
+        *((1, 1, 256), (5, 1, 256), (3, 1032, 256, True), (1, 576, 576), (7, 2, 3), (32, 500, 128), (33, 500, 128)),
     )
 )
 _BENCH = tuple(
