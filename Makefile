@@ -69,7 +69,7 @@ goldens:
 	@nice -n 10 .cache/goldens/bin/python -m tools.make_template_goldens
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf sparkrt/_lib sparkrt/_kernels*.so .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
