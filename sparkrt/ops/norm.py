@@ -17,13 +17,18 @@ def rms_norm_ref(x: np.ndarray, w: np.ndarray, eps: float, offset: float) -> np.
 
 
 def rms_norm(out: np.ndarray, x: np.ndarray, w: np.ndarray, eps: float, offset: float) -> None:
-    """Over the last axis, whatever the leading ones; `out` may be `x`. Each row's sum is its own dot product."""
+    """Over the last axis, whatever the leading ones; `out` may be `x`."""
+    rms_scale(out, x, eps)
+    np.multiply(out, w + offset if offset else w, out)
+
+
+def rms_scale(out: np.ndarray, x: np.ndarray, eps: float) -> None:
+    """The norm without its weight. Each row's sum is its own dot product, so its bits depend on nothing else."""
     square = np.vecdot(x, x)
     square /= x.shape[-1]
     square += eps
     np.sqrt(square, square)
     np.divide(x, square[..., None], out)
-    np.multiply(out, w + offset if offset else w, out)
 
 
 def add_rms_norm_ref(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.norm import EPS, rms_norm, rms_norm_ref
+from sparkrt.ops.norm import EPS, rms_norm_ref, rms_scale
 from sparkrt.ops.operator import Case, Operator, Rng
 from sparkrt.ops.rope import inverse_frequencies, rope_inplace, rope_ref, rope_table
 
@@ -78,20 +78,20 @@ def qk_norm_rope_append(
     tokens, heads, dim = q.shape
     kv_heads, page_size = k_pool.shape[1:3]
     raw_q, raw_k, v = split_qkv(proj, heads, kv_heads, dim, gated)
-    qk = np.empty((tokens, heads + kv_heads, dim), q.dtype)  # together, so that they are rotated in one go
-    for part, raw, w in ((qk[:, :heads], raw_q, q_w), (qk[:, heads:], raw_k, k_w)):
-        if w is None:
-            part[...] = raw
-        else:
-            rms_norm(part, raw, w, eps, offset)
+    qk = np.empty((tokens, heads + kv_heads, dim), q.dtype)  # together, so that both are scaled and rotated in one go
+    new_q, new_k = qk[:, :heads], qk[:, heads:]
+    new_q[...], new_k[...] = raw_q, raw_k
+    if q_w is not None and k_w is not None:
+        rms_scale(qk, qk, eps)
+        for part, w in ((new_q, q_w), (new_k, k_w)):
+            np.multiply(part, w + offset if offset else w, part)
     rope_inplace(qk, positions, cos_sin)
-    q[...] = qk[:, :heads]
-    k = qk[:, heads:]
-    written = slot_map >= 0
-    if not written.all():
-        slot_map, k, v = slot_map[written], k[written], v[written]
+    q[...] = new_q
+    if slot_map.min(initial=0) < 0:
+        written = slot_map >= 0
+        slot_map, new_k, v = slot_map[written], new_k[written], v[written]
     page, at = np.divmod(slot_map, page_size)
-    k_pool[page, :, at] = k
+    k_pool[page, :, at] = new_k
     v_pool[page, :, at] = v
 
 
@@ -134,7 +134,7 @@ QK_NORM_ROPE_APPEND = Operator(
     """Head norms and RoPE of q and k, and the write of k and v into the paged cache.
 
     q A [T, Hq, D], k_pool and v_pool A [P, Hkv, page, D] in/out ← proj A [T, N], positions i32 [T], slot_map i32 [T],
-    cos_sin f32 [max position, R], q_w and k_w f32 [D] or none, gated, eps, offset
+    cos_sin f32 [max position, R], q_w and k_w f32 [D] (or both none), gated, eps, offset
     proj columns: q (gated: per head D of q, then D of gate) | k | v; slot_map = page · page_size + offset, -1 writes nothing
     q, k = rope(rms_norm(·)) on the first R channels, pair i being channels i and i + R/2
     """,

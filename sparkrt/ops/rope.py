@@ -109,11 +109,9 @@ def rope_ref(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> np.nd
 def rope_inplace(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> None:
     """`rope_ref` on x itself."""
     half = cos_sin.shape[1] // 2
-    table = cos_sin.take(positions, 0, None, "clip")[:, None, :]
-    cos, sin = table[..., :half], table[..., half:]
-    a, b = x[..., :half], x[..., half : 2 * half]
-    a_sin, b_sin = a * sin, b * sin
-    a *= cos
-    a -= b_sin
-    b *= cos
-    b += a_sin
+    table = cos_sin.take(positions, 0, None, "clip")[:, None, None, :]
+    pairs = x[..., : 2 * half].reshape(*x.shape[:2], 2, half)  # a view: the last axis is contiguous
+    by_sin = pairs * table[..., half:]
+    pairs *= table[..., :half]
+    pairs[:, :, 0] -= by_sin[:, :, 1]
+    pairs[:, :, 1] += by_sin[:, :, 0]
