@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NoReturn
 
 from sparkrt.engine.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from sparkrt.engine.params import MAX_LOGPROBS
 from sparkrt.errors import LoadError
 
 BUNDLED = "sparkrt-tiny"
+
+_ENGINE_OPTIONS = {option.name for option in fields(EngineConfig)}
 
 # flag → (takes a value, why it does nothing here)
 _WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
@@ -41,7 +45,7 @@ class ServeArgs:
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None  # a file, or a template itself, replacing the model's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
     max_num_queued_reqs: int | None = None
     stream_interval: int = 1
     shutdown_timeout: float = 5.0
@@ -79,7 +83,7 @@ def parse(argv: list[str], prog: str = "sparkrt serve") -> ServeArgs:
         parser.error(f"--kv-cache-dtype {kv_dtype}: only auto is supported yet")
     if options["dtype"] in _DTYPE_ALIASES:
         options["dtype"] = _DTYPE_ALIASES[options["dtype"]]
-    engine = {name: options.pop(name) for name in _ENGINE_OPTIONS}
+    engine = {name: options.pop(name) for name in _ENGINE_OPTIONS & options.keys()}
     try:
         config = EngineConfig(model=model, **{name: value for name, value in engine.items() if value is not None})
     except LoadError as error:
@@ -94,25 +98,6 @@ def parse(argv: list[str], prog: str = "sparkrt serve") -> ServeArgs:
     )
 
 
-_ENGINE_OPTIONS = (
-    "tokenizer",
-    "device",
-    "dtype",
-    "load_format",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_gpu_blocks_override",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "seed",
-    "generation_config",
-    "override_generation_config",
-    "enforce_eager",
-    "batch_invariant",
-    "async_scheduling",
-)
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -215,24 +200,11 @@ def _whole(text: str, low: int, high: int, what: str) -> int:
     return value
 
 
-def _port(text: str) -> int:
-    return _whole(text, 0, 65535, "a port (0 to 65535)")
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, 2**31 - 1, "a whole number of at least 1")
-
-
-def _natural(text: str) -> int:
-    return _whole(text, 0, 2**31 - 1, "a whole number of at least 0")
-
-
-def _logprobs(text: str) -> int:
-    return _whole(text, 0, 20, "a whole number from 0 to 20")
-
-
-def _seed(text: str) -> int:
-    return _whole(text, -(2**63), 2**63 - 1, "a whole number of 64 bits")
+_port = partial(_whole, low=0, high=65535, what="a port (0 to 65535)")
+_positive = partial(_whole, low=1, high=2**31 - 1, what="a whole number of at least 1")
+_natural = partial(_whole, low=0, high=2**31 - 1, what="a whole number of at least 0")
+_logprobs = partial(_whole, low=0, high=MAX_LOGPROBS, what=f"a whole number from 0 to {MAX_LOGPROBS}")
+_seed = partial(_whole, low=-(2**63), high=2**63 - 1, what="a whole number of 64 bits")
 
 
 def _number(text: str) -> float:

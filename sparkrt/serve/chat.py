@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sparkrt.engine.params import SamplingParams
 from sparkrt.errors import RequestError
-from sparkrt.serve.generation import Generation, Piece
-from sparkrt.serve.http import EventStream, decode, event, json_response, read_body, wait_for
+from sparkrt.serve.generation import Piece
+from sparkrt.serve.http import EventStream, decode, read_body
 from sparkrt.serve.logprobs import chat_logprobs, prompt_logprobs
 from sparkrt.serve.protocol import (
     CHAT_REFUSED,
     ChatBody,
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
     ChatCompletion,
-    ChatLogprobs,
     ChatMessage,
-    StreamOptions,
+    Usage,
     check_refusals,
     refusals,
 )
 from sparkrt.serve.serving import Serving
 from sparkrt.serve.tokens import render
+from sparkrt.serve.writer import Writer
 
 _body = msgspec.json.Decoder(ChatBody)
 _refusals = refusals(CHAT_REFUSED)
@@ -46,8 +44,9 @@ async def chat_completions(request: Request) -> Response | EventStream:
     if alternatives is not None and not 0 <= alternatives <= serving.args.max_logprobs:
         raise RequestError(f"top_logprobs must be between 0 and {serving.args.max_logprobs}", param="top_logprobs")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if limit == 0:
-        raise RequestError("max_tokens must be at least 1", param="max_tokens")
+    if limit is not None and not 1 <= limit <= serving.info.max_model_len:
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise RequestError(f"{name} must be between 1 and {serving.info.max_model_len}, got {limit}", param=name)
     params = serving.params(body, max_tokens=limit, logprobs=alternatives)
     if limit is None and "max_tokens" not in serving.info.sampling_defaults:
         params.max_tokens = None  # the rest of the context, not the 16 of completions
@@ -55,18 +54,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     if body.reasoning_effort is not None:
         body.chat_template_kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
     ids = await render(serving, body, len(raw))
-    generation = serving.generate("chatcmpl", [ids], params)
-    writer = _Writer(serving, generation, body)
-    try:
-        await generation.answers.admitted()
-        if body.stream:
-            return EventStream(writer.events(body.stream_options or StreamOptions()), generation.answers)
-        pieces = await wait_for(generation.whole(), generation.answers, request.receive)
-    except BaseException:
-        generation.answers.close()
-        raise
-    serving.log_end(generation)
-    return json_response(writer.completion(pieces))
+    return await _Writer(serving, body, [ids], params).respond(request)
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
@@ -87,80 +75,48 @@ def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
     return None if choice == "none" else tools or None
 
 
-class _Writer:
-    """Writes the pieces of one request, whole or streamed, in the shape of this API."""
+class _Writer(Writer):
+    kind = "chatcmpl"
 
-    def __init__(self, serving: Serving, generation: Generation, body: ChatBody) -> None:
-        self._tokenizer = serving.tokenizer
-        self._pieces = serving.pieces(generation)
-        self._model = serving.args.names[0]
-        self._generation = generation
+    def __init__(self, serving: Serving, body: ChatBody, prompts: list[list[int]], params: SamplingParams) -> None:
+        super().__init__(serving, body, prompts, params)
         self._body = body
 
-    def completion(self, pieces: list[Piece]) -> ChatCompletion:
-        generation, body = self._generation, self._body
-        source = generation.choices[0]
-        return ChatCompletion(
-            id=generation.id,
-            object="chat.completion",
-            created=generation.created,
-            model=self._model,
-            choices=[
-                ChatChoice(
-                    index=piece.index,
-                    message=ChatMessage(role="assistant", content=piece.text),
-                    logprobs=self._logprobs(piece),
-                    finish_reason=piece.finish_reason,
-                    stop_reason=piece.stop_reason,
-                    token_ids=piece.token_ids if body.return_token_ids else None,
-                )
-                for piece in pieces
-            ],
-            usage=generation.usage(),
-            prompt_logprobs=prompt_logprobs(source.prompt_ids, source.prompt_logprobs, self._tokenizer)
-            if body.prompt_logprobs is not None
-            else None,
-            prompt_token_ids=source.prompt_ids if body.return_token_ids else None,
+    def whole(self, pieces: list[Piece], usage: Usage) -> ChatCompletion:
+        choices = [self._choice(piece, message=ChatMessage(role="assistant", content=piece.text)) for piece in pieces]
+        answer = ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head())
+        source = self.generation.choices[0]
+        if self._body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(source.prompt_ids, source.prompt_logprobs, self.tokenizer)
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = source.prompt_ids
+        return answer
+
+    def chunks(self, piece: Piece, first: bool, usage: Usage | None) -> list[ChatCompletion]:
+        chunk = self._chunk([self._choice(piece, delta=ChatMessage(content=piece.text or None))], usage)
+        if not first:
+            return [chunk]
+        opening = ChatChoice(
+            index=piece.index, delta=ChatMessage(role="assistant", content=""), logprobs=None, finish_reason=None
         )
+        begin = self._chunk([opening], usage)
+        if self._body.return_token_ids:
+            begin.prompt_token_ids = self.generation.choices[0].prompt_ids
+        return [begin, chunk]
 
-    async def events(self, options: StreamOptions) -> AsyncGenerator[bytes]:
-        begun: set[int] = set()
-        each = bool(options.include_usage and options.continuous_usage_stats)
-        async for pieces in self._pieces:
-            block = b""
-            for piece in pieces:
-                if piece.index not in begun:
-                    begun.add(piece.index)
-                    block += event(self._chunk(Piece(piece.index), ChatMessage(role="assistant", content=""), usage=each))
-                block += event(self._chunk(piece, ChatMessage(content=piece.text or None), usage=each))
-            yield block
-        if options.include_usage:
-            yield event(self._frame([], usage=True))
+    def last_chunk(self, usage: Usage) -> ChatCompletion:
+        return self._chunk([], usage)
 
-    def _chunk(self, piece: Piece, delta: ChatMessage, usage: bool) -> ChatChunk:
-        choice = ChatChunkChoice(
+    def _chunk(self, choices: list[ChatChoice], usage: Usage | None) -> ChatCompletion:
+        return ChatCompletion(object="chat.completion.chunk", choices=choices, usage=usage, **self.head())
+
+    def _choice(self, piece: Piece, message: ChatMessage | None = None, delta: ChatMessage | None = None) -> ChatChoice:
+        return ChatChoice(
             index=piece.index,
+            message=message,
             delta=delta,
-            logprobs=self._logprobs(piece) if delta.role is None else None,
+            logprobs=chat_logprobs(piece.logprobs, self.tokenizer) if self._body.logprobs else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            token_ids=piece.token_ids if self._body.return_token_ids and delta.role is None else None,
+            token_ids=piece.token_ids if self._body.return_token_ids else None,
         )
-        chunk = self._frame([choice], usage)
-        if delta.role is not None and self._body.return_token_ids:
-            chunk.prompt_token_ids = self._generation.choices[piece.index].prompt_ids
-        return chunk
-
-    def _frame(self, choices: list[ChatChunkChoice], usage: bool) -> ChatChunk:
-        generation = self._generation
-        return ChatChunk(
-            id=generation.id,
-            object="chat.completion.chunk",
-            created=generation.created,
-            model=self._model,
-            choices=choices,
-            usage=generation.usage() if usage else None,
-        )
-
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return chat_logprobs(piece.logprobs, self._tokenizer) if self._body.logprobs else None

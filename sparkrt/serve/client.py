@@ -193,7 +193,7 @@ class EngineClient:
     def submit(self, requests: Sequence[EngineRequest]) -> Answers:
         """Send the sequences of one HTTP request. Raises CapacityError when shutting down or full, EngineFatal without engine."""
         if self.error is not None:
-            raise EngineFatal(str(self.error))
+            raise EngineFatal("the engine has stopped")
         if self.draining:
             raise CapacityError("the server is shutting down")
         if self.max_requests is not None and self.in_flight + len(requests) > self.max_requests:

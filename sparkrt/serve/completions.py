@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -10,21 +9,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sparkrt.engine.messages import Logprob
-from sparkrt.engine.params import check_prompt_ids
+from sparkrt.engine.params import SamplingParams, check_prompt_ids
 from sparkrt.errors import RequestError
-from sparkrt.serve.generation import Choice, Generation, Piece
-from sparkrt.serve.http import EventStream, decode, event, json_response, read_body, wait_for
+from sparkrt.serve.generation import Piece
+from sparkrt.serve.http import EventStream, decode, read_body
 from sparkrt.serve.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from sparkrt.serve.protocol import (
     COMPLETION_REFUSED,
     Completion,
     CompletionBody,
     CompletionChoice,
-    StreamOptions,
+    Usage,
     check_refusals,
     refusals,
 )
 from sparkrt.serve.serving import Serving, aside
+from sparkrt.serve.writer import Writer
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 
@@ -39,7 +39,7 @@ async def completions(request: Request) -> Response | EventStream:
     check_refusals(decode(raw, _refusals), COMPLETION_REFUSED)
     await serving.ready()
     serving.check_model(body.model)
-    params = serving.params(body)
+    params = serving.params(body, logprobs=body.logprobs)
     if params.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 unless echo is true", param="max_tokens")
     if body.echo and params.logprobs is not None:
@@ -62,18 +62,7 @@ async def completions(request: Request) -> Response | EventStream:
         if body.echo
         else []
     )
-    generation = serving.generate("cmpl", ids, params)
-    writer = _Writer(serving, generation, body, texts)
-    try:
-        await generation.answers.admitted()
-        if body.stream:
-            return EventStream(writer.events(body.stream_options or StreamOptions()), generation.answers)
-        pieces = await wait_for(generation.whole(), generation.answers, request.receive)
-    except BaseException:
-        generation.answers.close()
-        raise
-    serving.log_end(generation)
-    return json_response(writer.completion([writer.choice(piece, first=True) for piece in pieces], usage=True))
+    return await _Writer(serving, body, ids, params, texts).respond(request)
 
 
 def _split(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -90,63 +79,46 @@ def _split(prompt: str | list[Any]) -> list[str | list[int]]:
     raise RequestError("prompt must be a string, a list of strings, token ids, or a list of token id lists", param="prompt")
 
 
-class _Writer:
-    """Writes the pieces of one request, whole or streamed, in the shape of this API."""
+class _Writer(Writer):
+    kind = "cmpl"
 
-    def __init__(self, serving: Serving, generation: Generation, body: CompletionBody, texts: list[str]) -> None:
-        self._tokenizer = serving.tokenizer
-        self._pieces = serving.pieces(generation)
-        self._model = serving.args.names[0]
-        self._generation = generation
+    def __init__(
+        self, serving: Serving, body: CompletionBody, prompts: list[list[int]], params: SamplingParams, texts: list[str]
+    ) -> None:
+        super().__init__(serving, body, prompts, params)
         self._body = body
         self._texts = texts  # to echo, by prompt
-        skip = generation.params.skip_special_tokens
-        self._offsets = [Offsets(serving.tokenizer, skip) for _ in generation.choices]
+        self._offsets = [Offsets(self.tokenizer, params.skip_special_tokens) for _ in self.generation.choices]
 
-    def choice(self, piece: Piece, first: bool) -> CompletionChoice:
-        """`first`: nothing of this choice was written yet, what belongs before the answer comes along."""
-        body, source = self._body, self._generation.choices[piece.index]
-        text, ids, logprobs = piece.text, piece.token_ids, list[Logprob | None](piece.logprobs)
+    def whole(self, pieces: list[Piece], usage: Usage) -> Completion:
+        return self._completion([self._choice(piece, first=True) for piece in pieces], usage)
+
+    def chunks(self, piece: Piece, first: bool, usage: Usage | None) -> list[Completion]:
+        return [self._completion([self._choice(piece, first)], usage)]
+
+    def last_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        return Completion(object="text_completion", choices=choices, usage=usage, **self.head())
+
+    def _choice(self, piece: Piece, first: bool) -> CompletionChoice:
+        """`first`: what belongs before the answer comes along."""
+        body, source = self._body, self.generation.choices[piece.index]
+        text, ids, items = piece.text, piece.token_ids, list[Logprob | None](piece.logprobs)
         if first and self._texts:
-            text = self._texts[piece.index // self._generation.params.n] + text
+            text = self._texts[piece.index // self.generation.params.n] + text
             if body.logprobs is not None:
-                self._offsets[piece.index] = Offsets(self._tokenizer, skip_special_tokens=False)
-                ids, logprobs = source.prompt_ids + ids, source.prompt_logprobs + logprobs
-        return CompletionChoice(
-            index=piece.index,
-            text=text,
-            logprobs=None
-            if body.logprobs is None
-            else completion_logprobs(ids, logprobs, self._offsets[piece.index], self._tokenizer),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-            prompt_logprobs=self._prompt_logprobs(source) if first and body.prompt_logprobs is not None else None,
-            prompt_token_ids=source.prompt_ids if first and body.return_token_ids else None,
-            token_ids=piece.token_ids if body.return_token_ids else None,
+                self._offsets[piece.index] = Offsets(self.tokenizer, skip_special_tokens=False)
+                ids, items = source.prompt_ids + ids, source.prompt_logprobs + items
+        choice = CompletionChoice(
+            index=piece.index, text=text, logprobs=None, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
         )
-
-    def _prompt_logprobs(self, source: Choice) -> list[dict[str, Any] | None]:
-        return prompt_logprobs(source.prompt_ids, source.prompt_logprobs, self._tokenizer)
-
-    def completion(self, choices: list[CompletionChoice], usage: bool) -> Completion:
-        generation = self._generation
-        return Completion(
-            id=generation.id,
-            object="text_completion",
-            created=generation.created,
-            model=self._model,
-            choices=choices,
-            usage=generation.usage() if usage else None,
-        )
-
-    async def events(self, options: StreamOptions) -> AsyncGenerator[bytes]:
-        begun: set[int] = set()
-        each = bool(options.include_usage and options.continuous_usage_stats)
-        async for pieces in self._pieces:
-            block = b""
-            for piece in pieces:
-                block += event(self.completion([self.choice(piece, first=piece.index not in begun)], usage=each))
-                begun.add(piece.index)
-            yield block
-        if options.include_usage:
-            yield event(self.completion([], usage=True))
+        if body.logprobs is not None:
+            choice.logprobs = completion_logprobs(ids, items, self._offsets[piece.index], self.tokenizer)
+        if first and body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(source.prompt_ids, source.prompt_logprobs, self.tokenizer)
+        if body.return_token_ids:
+            choice.token_ids = piece.token_ids
+            choice.prompt_token_ids = source.prompt_ids if first else None
+        return choice

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from sparkrt.engine.messages import EngineOutput, Logprob, ModelInfo
 from sparkrt.engine.params import SamplingParams, to_requests
-from sparkrt.serve.client import Answers, EngineClient
 from sparkrt.serve.protocol import PromptTokensDetails, Usage
+from sparkrt.serve.serving import Serving
 from sparkrt.text.assembler import TextAssembler
 from sparkrt.text.tokenizer import Tokenizer
 
@@ -70,12 +69,15 @@ class Choice:
         self.finished = piece.finish_reason is not None
         return self.finished and output.finish_reason is None
 
-    def take(self, interval: int = 1) -> Piece | None:
-        """The piece gathered so far; None while it shows nothing, or fewer tokens than `interval` after the first piece."""
+    def take(self, interval: int | None) -> Piece | None:
+        """The piece gathered so far; None while it shows nothing new, or fewer than `interval` tokens after the first piece.
+
+        Interval None: one piece, the whole answer.
+        """
         piece = self._piece
         if piece.finish_reason is None:
             first = self.tokens == len(piece.token_ids)
-            if not piece.text or (len(piece.token_ids) < interval and not first):
+            if interval is None or not piece.text or (len(piece.token_ids) < interval and not first):
                 return None
         self._piece = Piece(self.index)
         return piece
@@ -87,30 +89,20 @@ class Generation:
     Raises RequestError for what to_requests refuses, before anything is sent to the engine.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        info: ModelInfo,
-        tokenizer: Tokenizer,
-        client: EngineClient,
-        priority: int = 0,
-    ) -> None:
-        self.id = f"{kind}-{uuid.uuid4().hex}"
+    def __init__(self, answer_id: str, prompts: list[list[int]], params: SamplingParams, serving: Serving) -> None:
+        self.id = answer_id
         self.created = int(time.time())
-        self.started = time.monotonic()
         self.prompts = prompts
         self.params = params
         requests = [
-            request
-            for i, ids in enumerate(prompts)
-            for request in to_requests(ids, params, info, f"{self.id}/{i}", priority=priority)
+            request for i, ids in enumerate(prompts) for request in to_requests(ids, params, serving.info, f"{self.id}/{i}")
         ]
-        self.choices = [Choice(index, request.prompt_ids, params, info, tokenizer) for index, request in enumerate(requests)]
-        self.answers: Answers = client.submit(requests)
+        self.choices = [
+            Choice(i, request.prompt_ids, params, serving.info, serving.tokenizer) for i, request in enumerate(requests)
+        ]
+        self.answers = serving.client.submit(requests)
 
-    async def pieces(self, interval: int = 1) -> AsyncGenerator[list[Piece]]:
+    async def pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
         """What became visible, as it comes: at most one piece per choice and round, each choice's last with a finish_reason."""
         async for news in self.answers:
             touched = dict.fromkeys(index for index, _ in news)
@@ -124,15 +116,7 @@ class Generation:
 
     async def whole(self) -> list[Piece]:
         """Every choice's whole answer, in order."""
-        joined = [Piece(choice.index) for choice in self.choices]
-        async for pieces in self.pieces():
-            for piece in pieces:
-                whole = joined[piece.index]
-                whole.text += piece.text
-                whole.token_ids += piece.token_ids
-                whole.logprobs += piece.logprobs
-                whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
-        return joined
+        return sorted([piece async for pieces in self.pieces(None) for piece in pieces], key=lambda piece: piece.index)
 
     def usage(self) -> Usage:
         """A prompt counts once however many answers it gets."""

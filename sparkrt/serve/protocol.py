@@ -218,8 +218,11 @@ class ChatMessage(Answer, kw_only=True):
 
 
 class ChatChoice(Answer, kw_only=True):
+    """`message` in a whole answer, `delta` in a chunk."""
+
     index: int
-    message: ChatMessage
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
@@ -227,32 +230,15 @@ class ChatChoice(Answer, kw_only=True):
 
 
 class ChatCompletion(Answer, kw_only=True):
+    """The answer of /v1/chat/completions, and one chunk of its stream."""
+
     id: str
     object: str
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class ChatChunkChoice(Answer, kw_only=True):
-    index: int
-    delta: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(Answer, kw_only=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
 

@@ -39,6 +39,7 @@ def serve(argv: list[str]) -> int:
 
 def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
     """Serve until told to stop. `loader` runs in the engine process, `open_text` in a thread of this one."""
+    began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     client: EngineClient | None = None
@@ -49,7 +50,7 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(args, client, listener, open_text))
+            return runner.run(_serve(args, client, listener, open_text, began))
     except KeyboardInterrupt:
         return 0
     except SparkrtError as error:
@@ -69,8 +70,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise LoadError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
-async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText) -> int:
-    began = time.monotonic()
+async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float) -> int:
     stop, again = _signals()
     client.attach()
     from sparkrt.serve.app import build_app  # the web stack comes in while the engine loads

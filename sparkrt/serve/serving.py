@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from sparkrt.engine.config import EngineConfig
@@ -13,14 +12,11 @@ from sparkrt.engine.params import SamplingParams
 from sparkrt.errors import RequestError, SparkrtError
 from sparkrt.serve.args import ServeArgs
 from sparkrt.serve.client import EngineClient
-from sparkrt.serve.generation import Generation, Piece
 from sparkrt.serve.protocol import GenerationBody
 from sparkrt.text.template import ChatTemplate
 
 if TYPE_CHECKING:
     from sparkrt.text.tokenizer import Tokenizer
-
-log = logging.getLogger("sparkrt.serve")
 
 INLINE = 8192  # characters: shorter text is tokenized on the event loop (2 ms at most), longer text beside it
 
@@ -87,25 +83,6 @@ class Serving:
         if body.stream and body.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not supported in a stream", param="prompt_logprobs")
         return params
-
-    def generate(self, kind: str, prompts: list[list[int]], params: SamplingParams) -> Generation:
-        """Send a request to the engine. `kind` begins its id: cmpl or chatcmpl."""
-        generation = Generation(kind, prompts, params, self.info, self.tokenizer, self.client)
-        if self.args.enable_log_requests:
-            shown = {name: getattr(params, name) for name in _SAMPLING if name not in ("stop", "logit_bias")}
-            log.info("%s arrived: %s prompt tokens, %s", generation.id, sum(map(len, prompts)), shown)
-        return generation
-
-    async def pieces(self, generation: Generation) -> AsyncGenerator[list[Piece]]:
-        """`generation.pieces` at the server's interval, logged at its end."""
-        async for pieces in generation.pieces(self.args.stream_interval):
-            yield pieces
-        self.log_end(generation)
-
-    def log_end(self, generation: Generation) -> None:
-        if self.args.enable_log_requests:
-            seconds = time.monotonic() - generation.started
-            log.info("%s done: %s tokens in %.3f s", generation.id, generation.usage().completion_tokens, seconds)
 
 
 _SAMPLING = tuple(name for name in GenerationBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__)

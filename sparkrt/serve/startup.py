@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from sparkrt.engine.config import EngineConfig
 from sparkrt.serve.version import VERSION
 
 if TYPE_CHECKING:
@@ -48,18 +51,19 @@ class LoadingView:
 
 
 def print_summary(serving: Serving, url: str, seconds: float) -> None:
-    """To stdout: scripts read the URL from it, whose port may have been chosen here."""
+    """To stdout, ending with the URL: scripts read it there, since the port may have been chosen here."""
     args, info = serving.args, serving.info
+    options = {option.name for option in fields(EngineConfig)}
+    config = " ".join(f"{name}={value}" for name, value in info.lines if name in options)
     lines = [
-        ("model", f"{info.name} ({info.architecture})"),
-        ("names", ", ".join(args.names)),
+        ("model", f"{info.name} ({info.architecture}), answering to {', '.join(args.names)}"),
         ("dtype", f"{info.dtype} on {info.device}"),
-        *info.lines,
+        *((what, value) for what, value in info.lines if what not in options),
+        ("options", textwrap.fill(config, 110, subsequent_indent=" " * 15, break_long_words=False)),
+        *(("note", note) for note in (*info.warnings, *args.without_effect)),
         ("ready", f"in {seconds:.1f} s at {url}/v1"),
     ]
     print(f"sparkrt {VERSION}")
     for what, value in lines:
         print(f"  {what:<12} {value}")
-    for note in (*info.warnings, *args.without_effect):
-        print(f"  note         {note}")
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from sparkrt.errors import RequestError
 from sparkrt.serve.http import decode, json_response, read_body
 from sparkrt.serve.protocol import ChatBody, DetokenizeBody, Text, TokenizeBody, Tokens
 from sparkrt.serve.serving import Serving, aside
+from sparkrt.text.template import check_kwargs
 
 _tokenize_body = msgspec.json.Decoder(TokenizeBody)
 _detokenize_body = msgspec.json.Decoder(DetokenizeBody)
@@ -20,6 +21,7 @@ async def render(serving: Serving, body: ChatBody | TokenizeBody, size: int) -> 
 
     The template writes special tokens itself, so the tokenizer adds none unless asked.
     """
+    check_kwargs(body.chat_template_kwargs or {})
     open_end = bool(body.continue_final_message)
     variables = serving.args.default_chat_template_kwargs | (body.chat_template_kwargs or {})
 

@@ -78,7 +78,8 @@ class FakeEngine:
                 return EngineOutput(request_id=request.request_id, finish_reason="error", error="ValueError: hidden words")
         output = EngineOutput(request_id=request.request_id, token_ids=[token])
         if request.logprobs is not None:
-            output.logprobs = [Logprob(token, float("-inf"), 1, [0, 1][: request.logprobs], [float("-inf"), float("nan")][: request.logprobs])]
+            k = request.logprobs
+            output.logprobs = [Logprob(token, float("-inf"), 1, [0, 1][:k], [float("-inf"), float("nan")][:k])]
         if token in request.stop_token_ids:
             output.finish_reason, output.stop_token = "stop", token
         elif running.done == request.max_tokens:

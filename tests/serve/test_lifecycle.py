@@ -1,0 +1,283 @@
+"""From the command line to the exit code: starting, failing, being stopped, losing the engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serve import ROOT, TINY
+from tests.serve.harness import PATIENCE, Server, events, is_running, running
+
+FAKE = "tests.serve.fake_engine"
+FOREVER = {"prompt": "FOREVER", "max_tokens": 4000, "stream": True}
+
+
+def run(*argv: str, module: str = "sparkrt.serve") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *argv], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+
+
+def fails(code: int, *argv: str, module: str = "sparkrt.serve") -> str:
+    """The one line that a failing command ends with."""
+    done = run(*argv, module=module)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    *_, line = done.stderr.strip().splitlines()
+    return line
+
+
+def engine_pid(server: Server) -> int:
+    """The child that is the engine and not multiprocessing's resource tracker."""
+    listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = (line.split(maxsplit=2) for line in listed.splitlines())
+    [pid] = [int(pid) for pid, parent, args in rows if int(parent) == server.process.pid and "spawn_main" in args]
+    return pid
+
+
+def wait_gone(pid: int) -> None:
+    """Until the process has ended: it holds no lock, so there is only asking."""
+    import time
+
+    for _ in range(600):
+        if not is_running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_summary(tiny: Server) -> None:
+    assert re.search(r"model +sparkrt-tiny \(Qwen3_5MoeForCausalLM\)", tiny.summary)
+    assert re.search(r"dtype +float32", tiny.summary)
+    assert re.search(r"weights +[\d.]+ MiB", tiny.summary)
+    assert re.search(r"KV cache +.* tokens", tiny.summary)
+    assert re.search(r"ready +in [\d.]+ s at http://127\.0\.0\.1:\d+/v1", tiny.summary)
+
+
+def test_version_and_readiness(tiny: Server) -> None:
+    assert set(tiny.get("/version")) == {"version"}
+    assert tiny.get("/ready") == {"status": "ready"}
+    assert tiny.get("/health") == {"status": "ok"}
+    info = tiny.get("/server_info")
+    assert info["config"]["block_size"] == "64"
+    assert info["model"]["architecture"] == "Qwen3_5MoeForCausalLM"
+
+
+def test_prompts_are_not_logged(tiny: Server) -> None:
+    tiny.complete(prompt="a very private matter", max_tokens=1)
+    tiny.post("/v1/completions", {"prompt": "a very private matter", "max_tokens": -1}, 400)
+    assert "private" not in tiny.log + tiny.summary
+
+
+def test_request_log_without_prompts() -> None:
+    with running("--enable-log-requests", module=FAKE) as server:
+        server.complete(prompt="a very private matter", max_tokens=3, stop="secret")
+        assert "3 tokens in" in server.log
+        assert "private" not in server.log
+        assert "secret" not in server.log
+
+
+def test_wrong_command_lines() -> None:
+    for argv, words in [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--port", "70000"], "'70000' is not a port"),
+        (["--port", "x"], "--port"),
+        (["--max-model-len", "many"], "--max-model-len must be a positive number"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--block-size", "7"], "--block-size"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization must be in (0, 1]"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8"),
+        (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
+        (["--override-generation-config", "{"], "is not JSON"),
+        (["a", "--model", "b"], "two models named"),
+        (["a", "b"], "b"),
+    ]:
+        line = fails(2, *argv)
+        assert words in line, argv
+        assert line.startswith("sparkrt serve: error: ")
+
+
+def test_help_and_version() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for flag in ("--served-model-name", "--max-model-len", "--shutdown-timeout"):
+        assert flag in done.stdout
+    command = "import sys; from sparkrt.serve.cli import main; sys.exit(main(sys.argv[1:]))"
+    for argv, code in ((["--version"], 0), (["--help"], 0), (["dance"], 2), ([], 2), (["serve", "--port", "x"], 2)):
+        done = subprocess.run([sys.executable, "-c", command, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+
+
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
+    assert "no-such-folder" in fails(1, str(tmp_path / "no-such-folder"))
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert "config.json" in fails(1, str(tmp_path))
+    assert "absent.jinja: no such file" in fails(1, "--chat-template", str(tmp_path / "absent.jinja"), module=FAKE)
+    assert fails(1, "load-error", module=FAKE).endswith("model.safetensors: tensor x has shape [2], expected [3]")
+    assert fails(1, "load-bug", module=FAKE).endswith("loading failed: ZeroDivisionError: a bug of two lines")
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in fails(1, "--port", str(port))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_an_idle_server(number: int) -> None:
+    server = Server(module=FAKE)
+    try:
+        server.wait_ready()
+        engine = engine_pid(server)
+        assert server.stop(number) == 0
+        assert not is_running(engine)
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_while_loading(number: int) -> None:
+    server = Server("load-forever", module=FAKE)
+    try:
+        while "weights" not in server.log:  # loading has begun
+            assert server.process.poll() is None
+        os.kill(server.process.pid, number)
+        assert server.stop(number) == 0
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+def test_stopping_waits_for_what_runs() -> None:
+    """Finished within the timeout: the whole answer, though the port is closed already."""
+    server = Server("--shutdown-timeout", "30", module=FAKE)
+    try:
+        server.wait_ready()
+        body = {"prompt": "FOREVER", "max_tokens": 150, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            parts = response.iter_text()
+            first = next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            chunks = events(first + "".join(parts))
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_stopping_fails_what_takes_too_long(twice: bool) -> None:
+    """The timeout, or a second signal, ends running streams with an error; the exit code is still 0."""
+    server = Server("--shutdown-timeout", "3600" if twice else "0", module=FAKE)
+    try:
+        server.wait_ready()
+        with server.http.stream("POST", "/v1/completions", json=FOREVER) as response:
+            parts = response.iter_text()
+            first = next(parts)
+            server.process.send_signal(signal.SIGINT)
+            if twice:
+                while True:  # until the first signal has been acted on
+                    try:
+                        socket.create_connection(("127.0.0.1", server.port)).close()
+                    except ConnectionRefusedError:
+                        break
+                server.process.send_signal(signal.SIGINT)
+            chunks = events(first + "".join(parts))
+        assert chunks[-1]["error"]["message"] == "the server is shutting down"
+        assert chunks[-1]["error"]["code"] == 503
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [("BREAK", "the device is lost"), ("RAISE", "ZeroDivisionError: a bug"), (None, "signal 9")]
+)
+def test_engine_death(word: str | None, reason: str) -> None:
+    """In-flight requests get an error, /health says why, new requests are refused, the process exits 1."""
+    server = Server(module=FAKE)
+    try:
+        server.wait_ready()
+        with server.http.stream("POST", "/v1/completions", json=FOREVER) as response:
+            parts = response.iter_text()
+            first = next(parts)
+            if word is None:
+                os.kill(engine_pid(server), signal.SIGKILL)
+            else:
+                server.post("/v1/completions", {"prompt": word}, 500)
+            chunks = events(first + "".join(parts))
+        assert chunks[-1]["error"]["type"] == "InternalServerError"
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert reason in health.json()["reason"]
+        server.post("/v1/completions", {"prompt": "hi"}, 500)
+        assert server.process.wait(PATIENCE) == 1
+        assert reason in server.log
+    finally:
+        server.kill()
+
+
+def test_the_engine_follows_its_parent() -> None:
+    server = Server(module=FAKE)
+    try:
+        server.wait_ready()
+        engine = engine_pid(server)
+        server.process.kill()
+        wait_gone(engine)
+    finally:
+        server.kill()
+
+
+def test_requests_that_come_while_loading_wait() -> None:
+    """The port is open before the model is there; the first answers come when it is."""
+    server = Server("--served-model-name", "early", str(TINY))
+    try:
+        server.wait_ready()
+        assert server.get("/v1/models")["data"][0]["id"] == "early"
+    finally:
+        server.kill()
+
+
+def test_a_full_queue() -> None:
+    """Four run, one may wait: the sixth is told to come back."""
+    with running("--max-num-queued-reqs", "1", module=FAKE) as server:
+        with server.http.stream("POST", "/v1/completions", json={**FOREVER, "n": 5}):
+            error = server.post("/v1/completions", {"prompt": "hi"}, 503)
+            assert error["type"] == "ServiceUnavailableError"
+        while server.stats()["running"]:
+            pass
+        server.check_alive()
+
+
+def test_fewer_chunks_on_request() -> None:
+    with running("--stream-interval", "10", module=FAKE) as server:
+        chunks = server.stream("/v1/completions", prompt="hi", max_tokens=100, return_token_ids=True)
+        sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
+        assert sizes[0] == 1  # the first comes at once
+        assert all(size >= 10 for size in sizes[1:-1])
+        whole = server.complete(prompt="hi", max_tokens=100)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+
+
+def test_flags_without_effect_say_so() -> None:
+    with running("--trust-remote-code", "--enable-prefix-caching", "--swap-space", "4", module=FAKE) as server:
+        assert "--trust-remote-code has no effect: code from a checkpoint is never run" in server.summary
+        assert "--swap-space has no effect" in server.summary
+
+
+def test_cors() -> None:
+    with running("--allowed-origins", '["http://a.example"]', module=FAKE) as server:
+        response = server.http.get("/health", headers={"origin": "http://a.example"})
+        assert response.headers["access-control-allow-origin"] == "http://a.example"
