@@ -71,6 +71,7 @@ SWIGLU = Operator(
     """,
     swiglu_ref,
     swiglu,
+    cuda="spark_swiglu",
     parity=tuple(_swiglu_case(*s) for s in ((1, 64), (65, 192), (0, 8), (7, 33, 300.0))),
     bench=(_swiglu_case(1, 1536), _swiglu_case(512, 1536)),
 )
@@ -84,6 +85,7 @@ ADD_SIGMOID_GATED = Operator(
     """,
     add_sigmoid_gated_ref,
     add_sigmoid_gated,
+    cuda="spark_add_sigmoid_gated",
     parity=tuple(_gated_case(*s) for s in ((1, 256), (63, 40), (0, 8), (5, 17, 300.0))),
     bench=(_gated_case(1, 256), _gated_case(512, 256)),
 )

@@ -200,6 +200,7 @@ MERGE_ATTENTION = Operator(
     """,
     merge_attention_ref,
     merge_attention,
+    cuda="spark_merge_attention",
     parity=(_merge_case(1, 4, 64), _merge_case(65, 3, 64, empty=True), _merge_case(0, 2, 64)),
     bench=(_merge_case(512, 16, 256),),
 )
@@ -213,6 +214,7 @@ SIGMOID_GATE = Operator(
     """,
     sigmoid_gate_ref,
     sigmoid_gate,
+    cuda="spark_sigmoid_gate",
     parity=tuple(_gate_case(*s) for s in ((1, 4, 64), (65, 2, 256), (0, 2, 64), (3, 2, 64, 300.0))),
     bench=(_gate_case(1, 4, 64), _gate_case(512, 4, 64), _gate_case(512, 16, 256)),
 )

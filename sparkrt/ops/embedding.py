@@ -73,6 +73,7 @@ SELECT_TOKENS = Operator(
     """,
     select_tokens_ref,
     select_tokens,
+    cuda="spark_select_tokens",
     tolerance=None,
     parity=tuple(_select_case(t, s) for t, s in ((1, 1), (5, 3), (65, 9), (0, 2))),
     bench=(_select_case(256, 257, bench=True),),
@@ -87,6 +88,7 @@ EMBEDDING = Operator(
     """,
     embedding_ref,
     embedding,
+    cuda="spark_embedding",
     parity=tuple(_embedding_case(*s) for s in ((1, 16, 7), (63, 64, 100), (65, 256, 33), (0, 8, 4))),
     bench=(_embedding_case(1, 256, 6144), _embedding_case(512, 256, 6144), _embedding_case(4096, 2048, 8192)),
 )
@@ -100,6 +102,7 @@ GATHER_ROWS = Operator(
     """,
     gather_rows_ref,
     gather_rows,
+    cuda="spark_gather_rows",
     parity=tuple(_gather_case(*s) for s in ((1, 1, 8), (4, 65, 64), (64, 3, 256), (0, 5, 8))),
     bench=(_gather_case(16, 512, 256), _gather_case(128, 4096, 2048)),
 )

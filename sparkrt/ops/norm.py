@@ -113,6 +113,7 @@ RMS_NORM = Operator(
     """,
     rms_norm_ref,
     rms_norm,
+    cuda="spark_rms_norm",
     parity=tuple(_rms_case(*s) for s in ((1, 256, 1.0), (65, 64, 0.0), (0, 16, 1.0), (3, 576, 0.0, 1e-4), (2, 100, 1.0, 1e4))),
     bench=(_rms_case(1, 256, 1.0), _rms_case(512, 256, 1.0), _rms_case(4096, 2048, 1.0)),
 )
@@ -126,6 +127,7 @@ ADD_RMS_NORM = Operator(
     """,
     add_rms_norm_ref,
     add_rms_norm,
+    cuda="spark_add_rms_norm",
     parity=tuple(_add_rms_case(*s) for s in ((1, 256, 1.0), (64, 96, 0.0), (0, 16, 1.0))),
     bench=(_add_rms_case(1, 256, 1.0), _add_rms_case(512, 256, 1.0), _add_rms_case(4096, 2048, 1.0)),
 )
@@ -138,6 +140,7 @@ ADD = Operator(
     """,
     add_ref,
     add,
+    cuda="spark_add",
     parity=tuple(_add_case(*s) for s in ((1, 256), (63, 33), (0, 8))),
     bench=(_add_case(512, 256),),
 )
@@ -151,6 +154,7 @@ GATED_RMS_NORM = Operator(
     """,
     gated_rms_norm_ref,
     gated_rms_norm,
+    cuda="spark_gated_rms_norm",
     parity=tuple(_gated_case(*s) for s in ((1, 4, 128, 1024), (63, 3, 32, 5), (0, 2, 8, 0), (4, 2, 16, 0, 200.0))),
     bench=(_gated_case(1, 4, 128, 1024), _gated_case(512, 4, 128, 1024), _gated_case(1024, 32, 128, 8192)),
 )

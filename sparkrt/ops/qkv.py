@@ -140,6 +140,7 @@ QK_NORM_ROPE_APPEND = Operator(
     """,
     qk_norm_rope_append_ref,
     qk_norm_rope_append,
+    cuda="spark_qk_norm_rope_append",
     parity=(
         _case(1, (4, 2), 64, 32, gated=1, offset=1.0),
         _case(65, (4, 2), 64, 32, page=16, gated=1, offset=1.0, skipped=True),

@@ -274,6 +274,7 @@ SAMPLE = Operator(
     """,
     reference=sample_reference,
     host=sample,
+    cuda="spark_sample",
     tolerance=None,
     parity=(
         _sample_case("one row", 1),
@@ -299,6 +300,7 @@ GREEDY = Operator(
     """,
     reference=greedy_reference,
     host=greedy,
+    cuda="spark_greedy",
     tolerance=None,
     parity=(_greedy_case("one row", 1, 64, 64), _greedy_case("padded vocabulary, ties", 33, 200, 190)),
     bench=(
@@ -315,6 +317,7 @@ MARK_PROMPT = Operator(
     """,
     reference=mark_prompt_reference,
     host=mark_prompt,
+    cuda="spark_mark_prompt",
     tolerance=None,
     parity=(_mark_case("new, continued, empty", (9, 70, 0), (0, 64, 0)),),
     bench=(_mark_case("t512", (512,), (0,), 6144),),
@@ -327,6 +330,7 @@ LOGPROBS = Operator(
     """,
     reference=logprobs_reference,
     host=logprobs,
+    cuda="spark_logprobs",
     parity=(
         _logprobs_case("one row", 1, 64, 64, 5),
         _logprobs_case("padded vocabulary, ties", 33, 200, 190, 20),

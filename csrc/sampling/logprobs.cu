@@ -1,0 +1,129 @@
+// LOGPROBS: log-softmax of the raw logits at chosen tokens, their rank, and the K best.
+//
+// A cluster of eight CTAs a row, the row in shared memory where it fits (31,040 floats a CTA at 248,320 ids). Maximum, then the
+// sum of weights with both counts of the rank, then a selection of the K best, which one CTA puts in order. NaN counts as -inf;
+// beside +inf nothing else has a chance; of a row that is -inf everywhere, every log-probability is -inf.
+#include "sampling/row.cuh"
+
+namespace {
+
+using namespace spark;
+
+constexpr int kMaxBest = 128;
+
+struct Params {
+    float* chosen;
+    int *rank, *top_ids;
+    float* top_logprobs;
+    const float* logits;
+    const int* tokens;
+    int64_t stride;
+    int valid, best;
+};
+
+struct Found {
+    uint64_t list[kMaxBest];
+    int count;
+};
+
+template <int kCluster, bool kResident>
+__global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    auto* shared = reinterpret_cast<RowShared*>(memory);
+    auto* found = reinterpret_cast<Found*>(shared + 1);
+    auto* held = reinterpret_cast<float*>(found + 1);
+    Row<kCluster> row(shared, p.valid);
+    const int64_t r = row.index();
+    const float* logits = p.logits + r * p.stride;
+    if (threadIdx.x == 0) found->count = 0;
+    grid_dependency_wait();
+    grid_dependency_launch();
+
+    uint64_t best = 0;
+    for_logits(row, logits, [&](int id, float raw) {
+        const float z = settled(raw);
+        if constexpr (kResident) held[id - row.lo] = z;
+        const uint64_t c = composite(z, id);
+        best = best > c ? best : c;
+    });
+    float top = composite_value(row.max(best));
+    const bool infinite = top == INFINITY;
+    const auto value = [&](int id) {
+        const float z = kResident ? held[id - row.lo] : settled(__ldg(logits + id));
+        return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z;
+    };
+    if (infinite) top = 0.f;
+
+    const int token = min(max(p.tokens[r], 0), p.valid - 1);
+    const float raw = settled(__ldg(logits + token)), own = infinite ? (raw == INFINITY ? 0.f : -INFINITY) : raw;
+    uint64_t total = 0, ahead = 0;
+    for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
+        const float z = value(id);
+        if (top != -INFINITY) total += fixed(expf(z - top));
+        ahead += z > own || (z == own && id < token);
+    }
+    row.sum(total, ahead);
+    const double normalizer = top == -INFINITY ? 0.0 : static_cast<double>(top) + log(static_cast<double>(total) / kOne);
+    if (row.rank == 0 && threadIdx.x == 0) {
+        p.chosen[r] = static_cast<float>(static_cast<double>(own) - normalizer);
+        p.rank[r] = 1 + static_cast<int>(ahead);
+    }
+    if (p.best > 0) {
+        uint64_t kept = 0;
+        const Boundary end =
+            select(row, top, kCoarseBins, static_cast<uint64_t>(p.best), value, [](float) { return uint64_t(1); }, kept);
+        for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
+            const float z = value(id);
+            if (end.keeps(z, id)) found->list[atomicAdd(&found->count, 1)] = composite(z, id);
+        }
+        row.sync();
+        if (row.rank == 0) {  // everybody's finds, side by side in the histogram's memory, then each at its place
+            auto* all = reinterpret_cast<uint64_t*>(shared->low);
+            int at = 0;
+            for (int other = 0; other < kCluster; ++other) {
+                const Found* theirs = row.of(found, other);
+                const int n = theirs->count;
+                for (int i = threadIdx.x; i < n; i += kRowThreads) all[at + i] = theirs->list[i];
+                at += n;
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < p.best; i += kRowThreads) {
+                const uint64_t mine = all[i];
+                int place = 0;
+                for (int j = 0; j < p.best; ++j) place += all[j] > mine;
+                p.top_ids[r * p.best + place] = composite_id(mine);
+                p.top_logprobs[r * p.best + place] = static_cast<float>(static_cast<double>(composite_value(mine)) - normalizer);
+            }
+        }
+    }
+    row.sync();  // shared memory outlives those who read it
+}
+
+}  // namespace
+
+// (chosen[R], rank[R], top_ids[R,K], top_logprobs[R,K], logits[R,V], tokens[R], valid_vocab)
+SPARK_LAUNCHER(spark_logprobs) {
+    using spark::DType;
+    const spark::Args a(args, count);
+    SPARK_CHECK(count == 7 && a.is(0, DType::f32, 1) && a.is(1, DType::i32, 1) && a.is(2, DType::i32, 2) &&
+                a.is(3, DType::f32, 2));
+    SPARK_CHECK(a.is(4, DType::f32, 2) && a.is(5, DType::i32, 1));
+    const int64_t rows = a.dim(0, 0), best = a.dim(2, 1), valid = a.integer(6);
+    SPARK_CHECK(a.dim(1, 0) == rows && a.dim(2, 0) == rows && a.dim(3, 0) == rows && a.dim(3, 1) == best && a.dim(4, 0) == rows);
+    SPARK_CHECK(a.dim(5, 0) == rows && valid > 0 && valid <= a.dim(4, 1) && best <= valid && rows < (1 << 27));
+    if (best > kMaxBest || valid > spark::kMaxVocab) return spark::kUnsupported;
+    if (rows == 0) return cudaSuccess;
+    const Params p{a.ptr<float>(0), a.ptr<int>(1), a.ptr<int>(2),           a.ptr<float>(3),       a.ptr<float>(4),
+                   a.ptr<int>(5),   a.dim(4, 1),   static_cast<int>(valid), static_cast<int>(best)};
+    const spark::RowDevice device = spark::row_device();
+    const size_t fixed = sizeof(spark::RowShared) + sizeof(Found);
+    const auto launch = [&](auto resident, auto plain, int cluster, int chunk) {
+        const size_t whole = fixed + static_cast<size_t>(chunk) * sizeof(float);
+        const bool fits = whole <= static_cast<size_t>(device.shared);
+        return spark::launch_row_kernel(fits ? resident : plain, cluster, rows, fits ? whole : fixed, stream, p);
+    };
+    constexpr int c = spark::kClusterSize;
+    if (device.cluster == 1)
+        return launch(logprobs_kernel<1, true>, logprobs_kernel<1, false>, 1, spark::Row<1>::chunk_of(p.valid));
+    return launch(logprobs_kernel<c, true>, logprobs_kernel<c, false>, c, spark::Row<c>::chunk_of(p.valid));
+}
