@@ -195,7 +195,7 @@ MERGE_ATTENTION = Operator(
     "merge_attention",
     """Joins attention over two disjoint sets of keys, given each part's log-sum-exp; -inf means a part saw nothing.
 
-    out A [T, Hq, D], lse f32 [T, Hq] ← out_a, lse_a, out_b, lse_b
+    out A [T, Hq, D], lse f32 [T, Hq] ← out_a A, lse_a f32, out_b A, lse_b f32, shaped alike
     lse = log(e^lse_a + e^lse_b); out = e^(lse_a - lse) · out_a + e^(lse_b - lse) · out_b
     """,
     merge_attention_ref,
