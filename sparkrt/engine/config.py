@@ -79,8 +79,9 @@ class EngineConfig:
         return cls(**options)
 
     def lines(self) -> list[tuple[str, str]]:
-        """(option, value) pairs to print."""
-        return [(f.name, str(getattr(self, f.name))) for f in fields(self)]
+        """(option, value) pairs to print; those that ask for nothing are left out."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return [(name, str(value)) for name, value in values if value is not None and value != {}]
 
 
 # What other engines take and we can ignore as long as it asks for nothing.

@@ -175,7 +175,6 @@ def _resolve(config: EngineConfig, plan: MemoryPlan, dtype: DType, device: str) 
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        num_gpu_blocks_override=plan.num_blocks,
         async_scheduling=device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         debug=debug_enabled() if config.debug is None else config.debug,
     )
