@@ -17,9 +17,12 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
-        from sparkrt.serve.server import serve
+        try:
+            from sparkrt.serve.server import serve
 
-        return serve(rest)
+            return serve(rest)
+        except KeyboardInterrupt:  # before anything was there to be stopped
+            return 0
     if command in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0

@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response | EventStream:
     ids = await aside(
         sum(map(len, prompts)),
         lambda: [
-            serving.tokenizer.encode(prompt, special, param="prompt")
+            serving.encode(prompt, special, "prompt")
             if isinstance(prompt, str)
             else check_prompt_ids(prompt, serving.info.vocab_size)
             for prompt in prompts

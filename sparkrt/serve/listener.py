@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -11,15 +12,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparkrt.serve.http import encode, error_body
 
+KEEP_ALIVE = 75  # s; longer than clients keep theirs, so that none writes into a connection we are closing
+
 
 class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, log_level: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app, http=_Protocol, loop="none", lifespan="off", log_config=None, log_level=log_level, access_log=False,
-                server_header=False,
-            )
-        )  # fmt: skip
+        quiet: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
+        config = uvicorn.Config(app, loop="none", http=_Protocol, log_level=log_level, timeout_keep_alive=KEEP_ALIVE, **quiet)
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from sparkrt.text.template import ChatTemplate
 if TYPE_CHECKING:
     from sparkrt.text.tokenizer import Tokenizer
 
+LONGEST_TOKEN = 512  # characters; vocabularies end their runs of blanks and dashes at 128 or 256
 INLINE = 8192  # characters: shorter text is tokenized on the event loop (2 ms at most), longer text beside it
 
 T = TypeVar("T")
@@ -66,6 +67,17 @@ class Serving:
         """Raises RequestError (404) unless `name` is one of ours, or none."""
         if name and name not in self.args.names:
             raise RequestError(f"The model `{name}` does not exist.", param="model", code="model_not_found", status=404)
+
+    def encode(self, text: str, special: bool, param: str) -> list[int]:
+        """Token ids of a prompt. One that is hopelessly long is refused unread: tokenizing it would take seconds."""
+        least, context = len(text) // LONGEST_TOKEN, self.info.max_model_len
+        if least > context:
+            raise RequestError(
+                f"The model's context length is {context} tokens and the prompt has at least {least}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self.tokenizer.encode(text, special, param=param)
 
     def params(self, body: GenerationBody, **more: object) -> SamplingParams:
         """The sampling parameters of a request over the model's defaults. `more`: fields that the two APIs spell differently."""

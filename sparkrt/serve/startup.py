@@ -12,19 +12,19 @@ from sparkrt.engine.config import EngineConfig
 from sparkrt.serve.version import VERSION
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
     from sparkrt.serve.client import EngineClient
     from sparkrt.serve.serving import Serving
 
 
 class LoadingView:
-    """A progress bar per phase on a terminal, a line per phase elsewhere; on stderr."""
+    """A progress bar on a terminal, a line per phase elsewhere; on stderr."""
 
     def __init__(self, client: EngineClient) -> None:
         client.on_loading = self._show
+        self._phase = ""
         self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID | None] = {}
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -32,6 +32,7 @@ class LoadingView:
             from rich.progress import Progress
 
             self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.add_task("starting", total=None)
             self._progress.start()
         return self
 
@@ -40,14 +41,12 @@ class LoadingView:
             self._progress.stop()
 
     def _show(self, what: str, done: int, total: int) -> None:
-        if self._progress is None:
-            if what not in self._tasks:
-                self._tasks[what] = None
-                print(f"{what} ...", file=sys.stderr, flush=True)
-            return
-        if (task := self._tasks.get(what)) is None:
-            task = self._tasks[what] = self._progress.add_task(what)
-        self._progress.update(task, completed=done, total=total or None)
+        if self._progress is not None:
+            [task] = self._progress.task_ids
+            self._progress.update(task, description=what, completed=done, total=total or None)
+        elif what != self._phase:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+        self._phase = what
 
 
 def print_summary(serving: Serving, url: str, seconds: float) -> None:

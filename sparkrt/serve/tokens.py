@@ -33,7 +33,7 @@ async def render(serving: Serving, body: ChatBody | TokenizeBody, size: int) -> 
             continue_final_message=open_end,
             **variables,
         )
-        return serving.tokenizer.encode(text, bool(body.add_special_tokens), param="messages")
+        return serving.encode(text, bool(body.add_special_tokens), "messages")
 
     return await aside(size, work)
 
@@ -48,7 +48,7 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("either prompt or messages must be given", param="prompt")
     if (prompt := body.prompt) is not None:
         special = body.add_special_tokens is not False
-        ids = await aside(len(raw), lambda: serving.tokenizer.encode(prompt, special, param="prompt"))
+        ids = await aside(len(raw), lambda: serving.encode(prompt, special, "prompt"))
     else:
         ids = await render(serving, body, len(raw))
     names = [serving.tokenizer.token_str(i) for i in ids] if body.return_token_strs else None

@@ -229,6 +229,9 @@ def test_context(reciter: Reciter) -> None:
             assert error["code"] == "context_length_exceeded"
             assert str(context) in error["message"]
             assert str(count) in error["message"]
+    for length in (context, 600 * context):  # the second is refused without being tokenized
+        error = server.post(COMPLETIONS, {"prompt": "x" * length}, 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     error = server.post(CHAT, {"messages": [{"role": "user", "content": "x" * context}], "stream": True}, 400)
     assert error["code"] == "context_length_exceeded"
     capped = server.complete(prompt=[10], max_tokens=context, ignore_eos=True, temperature=0)  # capped at what is left

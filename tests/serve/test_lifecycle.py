@@ -133,12 +133,16 @@ def test_port_in_use() -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in fails(1, "--port", str(port))
 
 
+@pytest.mark.parametrize("everybody", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_an_idle_server(number: int) -> None:
+def test_stopping_an_idle_server(number: int, everybody: bool) -> None:
+    """`everybody`: the engine process gets the signal as well, as from a terminal or an init system."""
     server = Server(module=FAKE)
     try:
         server.wait_ready()
         engine = engine_pid(server)
+        if everybody:
+            os.kill(engine, number)
         assert server.stop(number) == 0
         assert not is_running(engine)
         assert "Traceback" not in server.log
