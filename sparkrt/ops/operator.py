@@ -8,6 +8,7 @@ an output that is also read (a state updated in place) is its first parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 Rng = np.random.Generator
+
+_TYPED = re.compile(r"((?:\w+(?:, | and ))*\w+) (A|f32|i32|u32)\b")  # "q, k and v A": three names of type A
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +61,8 @@ class Operator:
     def host_args(self, args: Sequence[Any]) -> list[Any]:
         """A call's arguments as the host function takes them: weights packed, everything else as it is."""
         return [np.ascontiguousarray(np.swapaxes(a, -1, -2)) if i in self.host_kn else a for i, a in enumerate(args)]
+
+    def argument_types(self) -> list[str | None]:
+        """Element type of each argument as the doc gives it: "A" (activation), "f32", "i32", "u32"; None for scalars."""
+        types = {name: kind for names, kind in _TYPED.findall(self.doc) for name in re.split(r", | and ", names)}
+        return [types.get(name) for name in signature(self.host).parameters]
