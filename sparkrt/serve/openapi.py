@@ -11,6 +11,13 @@ from typing import Any
 import msgspec
 
 from sparkrt.serve.http import ErrorBody, Handler
+from sparkrt.serve.protocol import CHAT_REFUSED, COMPLETION_REFUSED
+
+
+RULE = (
+    "Every field that is not required may be null, which equals absent. Fields not listed here are accepted and have no effect, "
+    f"except those that would change the answer, which are refused by name: {', '.join(sorted({*COMPLETION_REFUSED, *CHAT_REFUSED}))}."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ def document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
         paths.setdefault(re.sub(r":\w+}", "}", op.path), {})[op.method.lower()] = entry
     return {
         "openapi": "3.1.0",
-        "info": {"title": "sparkrt", "version": version},
+        "info": {"title": "sparkrt", "version": version, "description": RULE},
         "paths": paths,
         "components": {"schemas": components},
     }

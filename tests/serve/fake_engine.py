@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob, ModelInfo
@@ -98,7 +99,7 @@ class FakeEngine:
 
 
 def load(config: EngineConfig, progress: Progress) -> tuple[FakeEngine, Tokenizer, ModelInfo]:
-    """`config.model` may ask for trouble: load-error, load-bug, load-forever."""
+    """`config.model` may ask for trouble: load-error, load-bug, load-forever; gate:PATH loads when something writes to PATH."""
     progress("weights", 0, 2)
     if config.model == "load-error":
         raise LoadError("model.safetensors: tensor x has shape [2], expected [3]")
@@ -106,6 +107,8 @@ def load(config: EngineConfig, progress: Progress) -> tuple[FakeEngine, Tokenize
         raise ZeroDivisionError("a bug\nof two lines")
     if config.model == "load-forever":
         time.sleep(3600)
+    if config.model is not None and config.model.startswith("gate:"):
+        Path(config.model.removeprefix("gate:")).read_bytes()
     progress("weights", 2, 2)
     tokenizer, _ = load_text(config)
     info = ModelInfo(

@@ -24,12 +24,12 @@ CONTROL = {"prompt": "\nOnce upon a time", "max_tokens": 12, "temperature": 0}
 
 
 class Server:
-    """A running `python -m MODULE *argv --port 0`."""
+    """A running `python -m MODULE *argv --port PORT`; port 0 is any free one, known once it is ready."""
 
-    def __init__(self, *argv: str, module: str = "sparkrt.serve") -> None:
+    def __init__(self, *argv: str, module: str = "sparkrt.serve", port: int = 0) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="sparkrt-server-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *argv, "--port", "0"],
+            [sys.executable, "-m", module, *argv, "--port", str(port)],
             cwd=ROOT,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # several servers and tests share few cores
             stdout=subprocess.PIPE,
@@ -189,11 +189,3 @@ def raw_post(server: Server, path: str, body: bytes) -> Any:
     error = strict(answer)["error"]
     assert status == 400, error
     return error
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z" if Path("/proc").exists() else True

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.serve import ROOT, TINY
-from tests.serve.harness import PATIENCE, Server, events, is_running, running
+from tests.serve import ROOT
+from tests.serve.harness import PATIENCE, Server, events, running
 
 FAKE = "tests.serve.fake_engine"
 FOREVER = {"prompt": "FOREVER", "max_tokens": 4000, "stream": True}
@@ -42,15 +45,9 @@ def engine_pid(server: Server) -> int:
     return pid
 
 
-def wait_gone(pid: int) -> None:
-    """Until the process has ended: it holds no lock, so there is only asking."""
-    import time
-
-    for _ in range(600):
-        if not is_running(pid):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} is still there")
+def wait_loading(server: Server) -> None:
+    while "weights" not in server.log:
+        assert server.process.poll() is None
 
 
 def test_summary(tiny: Server) -> None:
@@ -144,7 +141,8 @@ def test_stopping_an_idle_server(number: int, everybody: bool) -> None:
         if everybody:
             os.kill(engine, number)
         assert server.stop(number) == 0
-        assert not is_running(engine)
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
         assert "Traceback" not in server.log
     finally:
         server.kill()
@@ -154,8 +152,7 @@ def test_stopping_an_idle_server(number: int, everybody: bool) -> None:
 def test_stopping_while_loading(number: int) -> None:
     server = Server("load-forever", module=FAKE)
     try:
-        while "weights" not in server.log:  # loading has begun
-            assert server.process.poll() is None
+        wait_loading(server)
         os.kill(server.process.pid, number)
         assert server.stop(number) == 0
         assert "Traceback" not in server.log
@@ -233,23 +230,35 @@ def test_engine_death(word: str | None, reason: str) -> None:
         server.kill()
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waiting for another's child needs pidfd_open")
 def test_the_engine_follows_its_parent() -> None:
     server = Server(module=FAKE)
     try:
         server.wait_ready()
-        engine = engine_pid(server)
+        engine = os.pidfd_open(engine_pid(server))
         server.process.kill()
-        wait_gone(engine)
+        assert select.select([engine], [], [], PATIENCE)[0]
+        os.close(engine)
     finally:
         server.kill()
 
 
-def test_requests_that_come_while_loading_wait() -> None:
-    """The port is open before the model is there; the first answers come when it is."""
-    server = Server("--served-model-name", "early", str(TINY))
+def test_requests_that_come_while_loading_wait(tmp_path: Path) -> None:
+    """The port is open before the model is there: alive, not ready, and early requests are answered when it is."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = Server(f"gate:{gate}", module=FAKE, port=port)
     try:
-        server.wait_ready()
-        assert server.get("/v1/models")["data"][0]["id"] == "early"
+        wait_loading(server)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client, ThreadPoolExecutor(1) as pool:
+            assert client.get("/health").status_code == 200
+            assert client.get("/ready").status_code == 503
+            early = pool.submit(client.post, "/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+            gate.write_bytes(b"open")
+            assert early.result().status_code == 200
+            assert client.get("/ready").status_code == 200
     finally:
         server.kill()
 
