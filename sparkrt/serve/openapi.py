@@ -13,10 +13,10 @@ import msgspec
 from sparkrt.serve.http import ErrorBody, Handler
 from sparkrt.serve.protocol import CHAT_REFUSED, COMPLETION_REFUSED
 
-
+_REFUSED = ", ".join(sorted({*COMPLETION_REFUSED, *CHAT_REFUSED}))
 RULE = (
     "Every field that is not required may be null, which equals absent. Fields not listed here are accepted and have no effect, "
-    f"except those that would change the answer, which are refused by name: {', '.join(sorted({*COMPLETION_REFUSED, *CHAT_REFUSED}))}."
+    f"except those that would change the answer, which are refused by name: {_REFUSED}."
 )
 
 
