@@ -43,7 +43,8 @@ def batch(ids: Any) -> torch.Tensor:
 
 
 def logprobs(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    return torch.log_softmax(logits[..., :vocab].float(), dim=-1)
+    """Over every row of the head, padding included; only the tokenizer's ids are named."""
+    return torch.log_softmax(logits.float(), dim=-1)[..., :vocab]
 
 
 @torch.inference_mode()

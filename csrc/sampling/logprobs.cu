@@ -18,7 +18,7 @@ struct Params {
     const float* logits;
     const int* tokens;
     int64_t stride;
-    int valid, best;
+    int vocab, valid, best;  // ids from `valid` on are never named, but their weight counts in the sum
 };
 
 struct Found {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
     auto* shared = reinterpret_cast<RowShared*>(memory);
     auto* found = reinterpret_cast<Found*>(shared + 1);
     auto* held = reinterpret_cast<float*>(found + 1);
-    Row<kCluster> row(shared, p.valid);
+    Row<kCluster> row(shared, p.vocab);
     const int64_t r = row.index();
     const float* logits = p.logits + r * p.stride;
     if (threadIdx.x == 0) found->count = 0;
@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
         const float z = kResident ? held[id - row.lo] : settled(__ldg(logits + id));
         return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z;
     };
+    const auto named = [&](int id) { return id < p.valid ? value(id) : -INFINITY; };
     if (infinite) top = 0.f;
 
     const int token = min(max(p.tokens[r], 0), p.valid - 1);
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
     for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
         const float z = value(id);
         if (top != -INFINITY) total += fixed(expf(z - top));
-        ahead += z > own || (z == own && id < token);
+        ahead += id < p.valid && (z > own || (z == own && id < token));
     }
     row.sum(total, ahead);
     const double normalizer = top == -INFINITY ? 0.0 : static_cast<double>(top) + log(static_cast<double>(total) / kOne);
@@ -71,10 +72,10 @@ __global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
     if (p.best > 0) {
         uint64_t kept = 0;
         const Boundary end =
-            select(row, top, kCoarseBins, static_cast<uint64_t>(p.best), value, [](float) { return uint64_t(1); }, kept);
+            select(row, top, kCoarseBins, static_cast<uint64_t>(p.best), named, [](float) { return uint64_t(1); }, kept);
         for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-            const float z = value(id);
-            if (end.keeps(z, id)) found->list[atomicAdd(&found->count, 1)] = composite(z, id);
+            const float z = named(id);
+            if (id < p.valid && end.keeps(z, id)) found->list[atomicAdd(&found->count, 1)] = composite(z, id);
         }
         row.sync();
         if (row.rank == 0) {  // everybody's finds, side by side in the histogram's memory, then each at its place
@@ -111,10 +112,11 @@ SPARK_LAUNCHER(spark_logprobs) {
     const int64_t rows = a.dim(0, 0), best = a.dim(2, 1), valid = a.integer(6);
     SPARK_CHECK(a.dim(1, 0) == rows && a.dim(2, 0) == rows && a.dim(3, 0) == rows && a.dim(3, 1) == best && a.dim(4, 0) == rows);
     SPARK_CHECK(a.dim(5, 0) == rows && valid > 0 && valid <= a.dim(4, 1) && best <= valid && rows < (1 << 27));
-    if (best > kMaxBest || valid > spark::kMaxVocab) return spark::kUnsupported;
+    if (best > kMaxBest || a.dim(4, 1) > spark::kMaxVocab) return spark::kUnsupported;
     if (rows == 0) return cudaSuccess;
-    const Params p{a.ptr<float>(0), a.ptr<int>(1), a.ptr<int>(2),           a.ptr<float>(3),       a.ptr<float>(4),
-                   a.ptr<int>(5),   a.dim(4, 1),   static_cast<int>(valid), static_cast<int>(best)};
+    const int vocab = static_cast<int>(a.dim(4, 1));
+    const Params p{a.ptr<float>(0), a.ptr<int>(1), a.ptr<int>(2), a.ptr<float>(3),         a.ptr<float>(4),
+                   a.ptr<int>(5),   a.dim(4, 1),   vocab,         static_cast<int>(valid), static_cast<int>(best)};
     const spark::RowDevice device = spark::row_device();
     const size_t fixed = sizeof(spark::RowShared) + sizeof(Found);
     const auto launch = [&](auto resident, auto plain, int cluster, int chunk) {
@@ -124,6 +126,6 @@ SPARK_LAUNCHER(spark_logprobs) {
     };
     constexpr int c = spark::kClusterSize;
     if (device.cluster == 1)
-        return launch(logprobs_kernel<1, true>, logprobs_kernel<1, false>, 1, spark::Row<1>::chunk_of(p.valid));
-    return launch(logprobs_kernel<c, true>, logprobs_kernel<c, false>, c, spark::Row<c>::chunk_of(p.valid));
+        return launch(logprobs_kernel<1, true>, logprobs_kernel<1, false>, 1, spark::Row<1>::chunk_of(p.vocab));
+    return launch(logprobs_kernel<c, true>, logprobs_kernel<c, false>, c, spark::Row<c>::chunk_of(p.vocab));
 }

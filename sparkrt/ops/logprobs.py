@@ -43,18 +43,20 @@ def logprobs(
     valid_vocab: int,
 ) -> None:
     """chosen float32 [R], rank int32 [R] (1: most likely), top_ids int32 [R, K], top_logprobs float32 [R, K] in that order,
-    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on are impossible (-inf); K ≤ valid_vocab.
+    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on are never named (-inf as a token), but their weight
+    counts in the sum, as in the reference implementation's softmax; K ≤ valid_vocab.
 
     Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1]. The sum runs in float64.
     """
     k = top_ids.shape[1]
     for r, token in enumerate(tokens.tolist()):
-        row, top = settled(logits[r, :valid_vocab])
+        whole, top = settled(logits[r])
+        row = whole[:valid_vocab]
         value = row[token] if token < valid_vocab else -np.inf
         if top == -np.inf:  # nothing is possible: all alike
             normalizer = 0.0
         else:
-            normalizer = top + float(np.log(np.add.reduce(np.exp(row - np.float32(top)), dtype=np.float64)))
+            normalizer = top + float(np.log(np.add.reduce(np.exp(whole - np.float32(top)), dtype=np.float64)))
         chosen[r] = float(value) - normalizer
         rank[r] = 1 + np.count_nonzero(row > value) + np.count_nonzero(row[:token] == value)
         if k:
@@ -68,10 +70,9 @@ def logprobs_reference(
     rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, logits: np.ndarray, tokens: np.ndarray, valid_vocab: int
 ) -> tuple[np.ndarray, ...]:
     """See `logprobs`. Of the outputs only top_ids' width is read. Returns (chosen, rank, top_ids, top_logprobs)."""
-    logits = logits[:, :valid_vocab]
     top = logits.max(1, keepdims=True)
     scores = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
-    order = np.argsort(-logits, axis=1, kind="stable")
+    order = np.argsort(-logits[:, :valid_vocab], axis=1, kind="stable")
     rows = np.arange(len(tokens))
     best = order[:, : top_ids.shape[1]]
     position = (order == tokens[:, None]).argmax(1)

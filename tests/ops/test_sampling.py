@@ -290,11 +290,12 @@ def score(logits: Any, tokens: list[int], k: int, valid: int | None = None) -> t
 
 def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
     logits = np.stack([random_logits(s) for s in range(4)])
-    exact = logits[:, :280].astype(np.float64)
-    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(1, keepdims=True))  # padded ids have weight, but are never named
+    exact = exact[:, :280]
     chosen, rank, ids, top = score(logits, [0, 5, 279, 7], 280, valid=280)
     np.testing.assert_allclose(chosen, exact[range(4), [0, 5, 279, 7]], atol=2e-6)
-    np.testing.assert_allclose(np.exp(top.astype(np.float64)).sum(1), 1, atol=1e-6)
+    np.testing.assert_allclose(np.exp(top.astype(np.float64)).sum(1), np.exp(exact).sum(1), atol=1e-6)
     np.testing.assert_allclose(top, np.take_along_axis(exact, ids, 1), atol=2e-6)
     assert (np.diff(top) <= 0).all()
     assert ids[range(4), rank - 1].tolist() == [0, 5, 279, 7]
