@@ -75,9 +75,9 @@ class _Builder:
     def _vector(self, name: str) -> DeviceArray:
         return self.placer.array(self._read(name), name)
 
-    def _linear(self, label: str, *names: str, bias: bool = False) -> Linear:
+    def _linear(self, label: str, *names: str, bias: bool = False, axis: int = 0) -> Linear:
         biases = [self._read(f"{n}_bias") if bias and self._has(f"{n}_bias") else None for n in names]
-        return self.placer.linear([self._read(n) for n in names], label, biases)
+        return self.placer.linear([self._read(n) for n in names], label, biases, axis)
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._vector(name), self.config.rms_norm_eps, self.config.norm_offset)
@@ -86,17 +86,8 @@ class _Builder:
         """cos | sin for every position a sequence may reach."""
         r = self.config.attention.rope
         frequencies = inverse_frequencies(
-            r.theta,
-            r.rotary_dim,
-            r.kind,
-            r.factor,
-            r.original_max_position,
-            r.low_freq_factor,
-            r.high_freq_factor,
-            r.beta_fast,
-            r.beta_slow,
-            r.truncate,
-            r.freq_divisors,
+            *(r.theta, r.rotary_dim, r.kind, r.factor, r.original_max_position, r.low_freq_factor, r.high_freq_factor),
+            *(r.beta_fast, r.beta_slow, r.truncate, r.freq_divisors),
         )
         scale = attention_factor(r.kind, r.factor, r.attention_factor, r.mscale, r.mscale_all_dim)
         return self.placer.array(rope_table(frequencies, scale, self.options.max_model_len), "rope")
@@ -125,7 +116,7 @@ class _Builder:
             i,
             c,
             self._linear(f"{p}qkv", f"{p}q", f"{p}k", f"{p}v", bias=c.qkv_bias),
-            self._linear(f"{p}o", f"{p}o", bias=c.o_bias),
+            self._linear(f"{p}o", f"{p}o", bias=c.o_bias, axis=1),
             self._rope,
             self._vector(f"{p}q_norm") if c.qk_norm else None,
             self._vector(f"{p}k_norm") if c.qk_norm else None,
@@ -143,12 +134,12 @@ class _Builder:
             self._vector(f"{p}A_log"),
             self._vector(f"{p}dt_bias"),
             self._vector(f"{p}norm"),
-            self._linear(f"{p}out", f"{p}out"),
+            self._linear(f"{p}out", f"{p}out", axis=1),
             self.config.rms_norm_eps,
         )
 
     def _mlp(self, gate: str, up: str, down: str) -> DenseMlp:
-        return DenseMlp(self._linear(f"{gate}_up", gate, up), self._linear(down, down))
+        return DenseMlp(self._linear(f"{gate}_up", gate, up), self._linear(down, down, axis=1))
 
     def _moe(self, p: str) -> MixtureOfExperts:
         c = self.config.moe

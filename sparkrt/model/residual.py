@@ -19,19 +19,15 @@ if TYPE_CHECKING:
 class Residual(Protocol):
     def begin(self, ctx: ForwardContext) -> DeviceArray:
         """Start a forward; returns where the embedding [T, H] goes."""
-        ...
 
     def read(self, ctx: ForwardContext, norm: Norm, out: DeviceArray) -> None:
         """The normed input of a sub-layer, [T, H]."""
-        ...
 
     def write(self, ctx: ForwardContext, delta: DeviceArray) -> None:
         """A sub-layer's output, [T, H]; `delta` must stay untouched until the next read."""
-        ...
 
     def head(self, ctx: ForwardContext, norm: Norm, out: DeviceArray) -> None:
         """The final normed hidden states, [T, H]."""
-        ...
 
 
 class PlainResidual:

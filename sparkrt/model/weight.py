@@ -66,14 +66,14 @@ class WeightPlacer:
         payload = values.swapaxes(-1, -2) if self.packing == "kn" else values
         return Weight(values.shape, self.dtype, self.array(payload, label, self.dtype), self.packing)
 
-    def linear(self, parts: Sequence[np.ndarray], label: str, bias: Sequence[np.ndarray | None] = ()) -> Linear:
+    def linear(self, parts: Sequence[np.ndarray], label: str, bias: Sequence[np.ndarray | None] = (), axis: int = 0) -> Linear:
         """One projection whose output columns are those of `parts` in order; parts of one format become one segment."""
         fused = self.matrix(np.concatenate(parts) if len(parts) > 1 else parts[0], label)
         joined = None
         if any(b is not None for b in bias):
             columns = [np.zeros(p.shape[0], np.float32) if b is None else b for p, b in zip(parts, bias, strict=True)]
             joined = self.array(np.concatenate(columns), f"{label}.bias", self.dtype)
-        return Linear([Segment(fused, joined)], self.batch_invariant)
+        return Linear([Segment(fused, joined)], self.batch_invariant, axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,15 @@ class Segment:
 
 @dataclass(slots=True)
 class Linear:
-    """out[T, N] = x[T, K] · Wᵀ + b, N the sum of the segments' rows."""
+    """out[T, N] = x[T, K] · Wᵀ + b, N the sum of the segments' rows.
+
+    Over several ranks `shard_axis` 0 splits output rows, which each rank keeps to itself, 1 input columns: partial products,
+    summed over the ranks.
+    """
 
     segments: list[Segment]
     batch_invariant: bool = False
+    shard_axis: int = 0
     delta: Delta | None = None
 
     @property
@@ -102,31 +107,21 @@ class Linear:
 
     def __call__(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
         op = LINEAR_INVARIANT if self.batch_invariant else LINEAR
-        if len(self.segments) == 1:
-            segment = self.segments[0]
-            ctx.launch(op, out, x, segment.weight.payload, segment.bias)
-        else:
-            self._segmented(ctx, out, x)
+        column = 0
+        for segment in self.segments:
+            whole = len(self.segments) == 1
+            # An array is contiguous, a range of columns is not: one of several segments goes through scratch.
+            part = out if whole else ctx.buffer("segment", x.shape[0], segment.rows)
+            ctx.launch(op, part, x, segment.weight.payload, segment.bias)
+            if not whole:
+                width, pitch = segment.rows * out.dtype.itemsize, out.shape[1] * out.dtype.itemsize
+                target = out.ptr.offset(column * out.dtype.itemsize)
+                ctx.backend.copy_d2d_2d(target, pitch, part.ptr, width, width, x.shape[0], ctx.stream)
+                column += segment.rows
         if self.delta is not None:
             self.delta.add(ctx, out, x)
-
-    def _segmented(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
-        """Each segment into scratch, then a pitched copy into its columns (an array is contiguous, a column range is not)."""
-        op = LINEAR_INVARIANT if self.batch_invariant else LINEAR
-        tokens, item, column = x.shape[0], out.dtype.itemsize, 0
-        for segment in self.segments:
-            part = ctx.buffer("segment", tokens, segment.rows)
-            ctx.launch(op, part, x, segment.weight.payload, segment.bias)
-            ctx.backend.copy_d2d_2d(
-                out.ptr.offset(column * item),
-                out.shape[1] * item,
-                part.ptr,
-                segment.rows * item,
-                segment.rows * item,
-                tokens,
-                ctx.stream,
-            )
-            column += segment.rows
+        if self.shard_axis == 1:
+            ctx.comm.all_reduce(out, ctx.stream)
 
 
 @dataclass(slots=True)
@@ -163,20 +158,3 @@ class Norm:
     weight: DeviceArray
     eps: float
     offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of a tensor this rank holds: `axis` 0 splits output rows, 1 input columns. A world of one takes it all."""
-
-    rank: int = 0
-    world: int = 1
-
-    def rows(self, total: int) -> slice | None:
-        """This rank's rows of `total`, or None for all of them. Raises ValueError when they do not divide."""
-        if self.world == 1:
-            return None
-        if total % self.world:
-            raise ValueError(f"{total} rows cannot be split over {self.world} ranks")
-        step = total // self.world
-        return slice(self.rank * step, (self.rank + 1) * step)

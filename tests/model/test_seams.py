@@ -16,9 +16,11 @@ from sparkrt.model.layers.mlp import MixtureOfExperts
 from sparkrt.model.plan import StepPlan
 from sparkrt.model.residual import PlainResidual
 from sparkrt.model.sequence import SequenceState
-from sparkrt.model.weight import Linear, Norm, Segment, Shard, Weight
+from sparkrt.model.weight import Linear, Norm, Segment, Weight
 from sparkrt.ops.norm import ADD, RMS_NORM
-from sparkrt.runtime import DeviceArray
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import Stream
+from sparkrt.runtime.comm import SoloComm
 from tests.model.conftest import GREEDY, Bench
 
 PROMPT = np.random.default_rng(5).integers(0, 250, 40).tolist()
@@ -202,11 +204,20 @@ def test_auxiliary_state_travels_with_snapshots(fresh: Bench) -> None:
     fresh.model.release(seq)
 
 
-def test_shards_split_rows_evenly_or_say_why_not() -> None:
-    assert Shard().rows(10) is None
-    assert [Shard(r, 4).rows(8) for r in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
-    with pytest.raises(ValueError, match="10 rows cannot be split over 4 ranks"):
-        Shard(0, 4).rows(10)
+def test_input_sharded_projections_are_summed_over_the_ranks(open_bench: Callable[..., Bench]) -> None:
+    """Each layer's two projections back to the residual, and the shared expert's: a world of one has nothing to add."""
+    bench = open_bench(enforce_eager=True)
+    expected = bench.answer(PROMPT, 3)
+    calls: list[tuple[int, ...]] = []
+
+    class Recording(SoloComm):
+        def all_reduce(self, array: DeviceArray, stream: Stream) -> None:
+            calls.append(array.shape)
+
+    bench.model._ctx.comm = Recording(bench.backend)
+    assert bench.answer(PROMPT, 3) == expected
+    hidden = bench.model.config.hidden_size
+    assert calls == [(len(PROMPT), hidden)] * 8 + [(1, hidden)] * 16
 
 
 def test_results_carry_logits_and_hidden_states_of_the_sampled_rows(fresh: Bench) -> None:

@@ -19,7 +19,6 @@ class SubLayer(Protocol):
 
     def reserve(self, reservation: Reservation) -> None:
         """Name the scratch it needs."""
-        ...
 
     def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None: ...
 
@@ -30,21 +29,17 @@ class TransformerLayer(Protocol):
     @property
     def graph_veto(self) -> bool:
         """True: steps through this layer must not be captured."""
-        ...
 
     def reserve(self, reservation: Reservation) -> None: ...
     def prestage(self, plan: StepPlan) -> None:
         """The host's half of a step, before launch or replay."""
-        ...
 
     def rearm(self) -> None:
         """Undo `prestage` when the step it prepared is not launched."""
-        ...
 
     def forward(self, ctx: ForwardContext, residual: Residual) -> None: ...
     def snapshot_aux(self, seq: SequenceState) -> Any:
         """Auxiliary state beyond KV and recurrent state, to be kept with a snapshot (None: there is none)."""
-        ...
 
     def restore_aux(self, seq: SequenceState, aux: Any) -> None: ...
 
