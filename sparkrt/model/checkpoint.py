@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -11,18 +12,14 @@ from pathlib import Path
 
 from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
-from sparkrt.model.families import family_of, gguf_family_of
-from sparkrt.model.families.family import Layout, Table, gguf_layout, huggingface_layout, recipes
-from sparkrt.model.families.reading import ConfigLevels
+from sparkrt.model.families import family_of, levels, read_config, tie_flags
 from sparkrt.model.keys import ConfigKeys, read_json
 from sparkrt.model.loading.dummy import DummySource
-from sparkrt.model.loading.hub import fetch, is_hub_id
 from sparkrt.model.loading.safetensors import SafetensorsStore
-from sparkrt.model.loading.source import CheckpointSource, is_complete
-from sparkrt.model.loading.store import TensorStore
-from sparkrt.model.source import WeightSource
+from sparkrt.model.loading.store import PLAIN, TensorStore
+from sparkrt.model.names import Layout, gguf_layout, huggingface_layout, recipes
+from sparkrt.model.source import CheckpointSource, WeightSource
 from sparkrt.model.spec import expected_tensors, mtp_tensors
-from sparkrt.runtime import dtypes
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -55,22 +52,19 @@ def open_checkpoint(
     """
     if load_format not in LOAD_FORMATS:
         raise LoadError(f"load format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
-    path = _locate(model, revision, weights=load_format != "dummy")
+    dummy = load_format == "dummy"
+    path = bundled_model() if model is None else _locate(str(model), revision, weights=not dummy)
     is_gguf = path.is_file()
     if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
         raise LoadError(f"{path}: load format {load_format} was asked for, but this is {'a GGUF file' if is_gguf else 'not one'}")
-    return _open_gguf(path, load_format, seed) if is_gguf else _open_folder(path, load_format, seed)
+    return _open_gguf(path, dummy, seed) if is_gguf else _open_folder(path, dummy, seed)
 
 
-def _locate(model: str | Path | None, revision: str | None, *, weights: bool) -> Path:
+def _locate(model: str, revision: str | None, *, weights: bool) -> Path:
     """A folder with a config.json, or a GGUF file."""
-    if model is None:
-        return bundled_model()
     path = Path(model).expanduser()
     if not os.path.exists(path):  # unlike Path.exists, False for any name the system cannot look up
-        if not is_hub_id(str(model)):
-            raise LoadError(f"{model}: no such file or folder, and not a hub id (owner/name)")
-        path = fetch(str(model), revision, weights=weights)
+        path = _fetch(model, revision, weights=weights)
     if path.is_file():
         if path.suffix != ".gguf":
             raise LoadError(f"{path}: expected a model folder or a .gguf file")
@@ -84,72 +78,90 @@ def _locate(model: str | Path | None, revision: str | None, *, weights: bool) ->
     return ggufs[0]
 
 
-def _open_folder(folder: Path, load_format: str, seed: int) -> Checkpoint:
-    levels = ConfigLevels.of(ConfigKeys(read_json(folder / "config.json"), str(folder / "config.json")))
-    family = family_of(levels.root)
-    for keys in levels.both:
-        _refuse_quantization(keys)
-    generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.is_file() else {}
-    config = family.read_config(levels)
-    stop_ids = (*ConfigKeys(generation_config, str(generation)).integers("eos_token_id"), *config.eos_token_ids)
+def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
+    """The folder of a hub repository's files, downloaded (with a progress bar) unless cached. Without `weights`, text files only.
+
+    `HF_HUB_OFFLINE` and the other variables of the hub's client apply.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
+        raise LoadError(f"{model}: no such file or folder, and not a hub id (owner/name)")
+    from huggingface_hub import errors, snapshot_download  # 0.2 s, and most start-ups are of local folders
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except errors.GatedRepoError as error:
+        raise LoadError(f"{model}: the repository is gated; accept its terms on the hub and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise LoadError(f"{model}: neither a folder here nor a repository on the hub (a private one needs HF_TOKEN)") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise LoadError(f"{model}: neither a folder here nor in the hub's cache, and the hub cannot be reached") from error
+    except (OSError, ValueError) as error:  # the client's other errors are of these kinds
+        raise LoadError(f"{model}: cannot be fetched from the hub: {error}") from error
+
+
+def _open_folder(folder: Path, dummy: bool, seed: int) -> Checkpoint:
+    keys = ConfigKeys(read_json(folder / "config.json"), str(folder / "config.json"))
+    family = family_of(keys)
+    for level in levels(keys):
+        _refuse_quantization(level)
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    config = read_config(family, keys)
+    stop_ids = (*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids)
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(stop_ids)))
-    if load_format == "dummy":
-        return _dummy(config, seed, folder, generation_config, None)
+    if dummy:
+        return _dummy(config, seed, folder, generation)
     store = SafetensorsStore(folder)
-    config, source = _assemble(config, store, family.tensors, huggingface_layout(store.tensors), levels.tied())
-    return Checkpoint(config, source, folder, generation_config)
+    config, source = _assemble(config, store, huggingface_layout(store.tensors), tie_flags(keys))
+    return Checkpoint(config, source, folder, generation)
 
 
-def _open_gguf(path: Path, load_format: str, seed: int) -> Checkpoint:
+def _open_gguf(path: Path, dummy: bool, seed: int) -> Checkpoint:
     # imported here: the package takes 50 ms, and most start-ups are of folders
     from sparkrt.model.loading.gguf import GgufStore
     from sparkrt.model.loading.gguf_config import gguf_config, gguf_generation_config, rope_divisors
-    from sparkrt.model.loading.gguf_file import GgufFile
 
-    store = GgufStore(GgufFile(path))
-    family = gguf_family_of(str(path), store.metadata.get("general.architecture"))
-    config = family.read_config(ConfigLevels.of(gguf_config(store)))
-    rope = config.attention.rope
-    rope = replace(rope, freq_divisors=rope_divisors(store, rope.rotary_dim))
+    store = GgufStore(path)
+    keys = gguf_config(store)
+    config = read_config(family_of(keys), keys)
+    rope = replace(config.attention.rope, freq_divisors=rope_divisors(store, config.attention.rope.rotary_dim))
     # converters add the 1 of zero-centred norms to the weights
     config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
-    generation_config = gguf_generation_config(store)
-    layout = gguf_layout(config.num_layers)
-    if load_format == "dummy":
+    generation, layout = gguf_generation_config(store), gguf_layout(config.num_layers)
+    if dummy:
         config = replace(config, tie_word_embeddings=layout.top["lm_head"] not in store.tensors)
-        return _dummy(config, seed, None, generation_config, store.metadata)
-    config, source = _assemble(config, store, family.gguf_tensors, layout, (True,))
-    return Checkpoint(config, source, None, generation_config, store.metadata)
+        return _dummy(config, seed, None, generation, store.metadata)
+    config, source = _assemble(config, store, layout, (True,))
+    return Checkpoint(config, source, None, generation, store.metadata)
 
 
 def _dummy(
-    config: ModelConfig, seed: int, folder: Path | None, generation_config: dict[str, object], gguf: Mapping[str, object] | None
+    config: ModelConfig, seed: int, folder: Path | None, generation: dict[str, object], gguf: Mapping[str, object] | None = None
 ) -> Checkpoint:
     config = replace(config, dtype=config.dtype or "bfloat16")
-    return Checkpoint(config, DummySource(config, seed), folder, generation_config, gguf)
+    return Checkpoint(config, DummySource(config, seed), folder, generation, gguf)
 
 
 def _assemble(
-    config: ModelConfig, store: TensorStore, table: Table, layout: Layout, tied: tuple[bool, ...]
+    config: ModelConfig, store: TensorStore, layout: Layout, tied: tuple[bool, ...]
 ) -> tuple[ModelConfig, CheckpointSource]:
     """The configuration with what only the tensors tell (tied embeddings, MTP, dtype), and the checked source."""
     config = replace(config, tie_word_embeddings=_is_tied(store, layout, tied))
     if not config.dtype:
         embedding = store.tensors.get(layout.top["embed"])
-        plain = embedding is not None and embedding.kind in ("F32", "F16")
-        config = replace(config, dtype=dtypes.from_numpy(store.dtype(layout.top["embed"])).name if plain else "bfloat16")
+        config = replace(config, dtype=PLAIN.get(embedding.kind if embedding else "", PLAIN["BF16"]).name)
     shapes = expected_tensors(config)
-    made = recipes(shapes, table, layout, config, store.tensors)
+    made = recipes(shapes, config, layout, store.tensors)
     if layout.top["mtp.fc"] in store.tensors:
         with_mtp = replace(config, mtp_layers=1)
         extra = mtp_tensors(with_mtp)
-        extra_made = recipes(extra, table, layout, with_mtp, store.tensors)
-        if is_complete(store, extra_made, extra):
+        extra_made = recipes(extra, with_mtp, layout, store.tensors)
+        if all(name in store.tensors for recipe in extra_made.values() for name in recipe.names):
             config, shapes, made = with_mtp, shapes | extra, made | extra_made
         else:
             _log.warning("%s: the multi-token-prediction module is incomplete and will not be used", store.origin)
-    return config, CheckpointSource(store, made, shapes, layout.known)
+    return config, CheckpointSource(store, config, made, shapes, layout.known)
 
 
 def _is_tied(store: TensorStore, layout: Layout, tied: tuple[bool, ...]) -> bool:
@@ -157,11 +169,9 @@ def _is_tied(store: TensorStore, layout: Layout, tied: tuple[bool, ...]) -> bool
     head = layout.top["lm_head"]
     present = head in store.tensors
     if len(set(tied)) > 1:
-        _log.warning(
-            "tie_word_embeddings is %s in the outer configuration and text_config.tie_word_embeddings is %s; %s",
-            *tied,
-            f"{head} is there and will be used" if present else f"{head} is missing, the embedding is used",
-        )
+        used = f"{head} is there and will be used" if present else f"{head} is missing, the embedding is used"
+        text = "tie_word_embeddings is %s in the outer configuration and text_config.tie_word_embeddings is %s; %s"
+        _log.warning(text, *tied, used)
     if not present and not any(tied):
         raise LoadError(f"{store.origin}: tensor {head} is missing, and the configuration does not tie it to the embedding")
     return not present
@@ -171,6 +181,5 @@ def _refuse_quantization(keys: ConfigKeys) -> None:
     for key in ("quantization_config", "compression_config"):
         if (section := keys.section(key)) is not None:
             method = section.values.get("quant_method", section.values.get("quant_algo", "unknown"))
-            raise keys.fault(
-                key, f"asks for {method} weights, which cannot be served yet; a BF16 checkpoint of the model or a GGUF file can"
-            )
+            problem = f"asks for {method} weights, which cannot be served yet; a BF16 checkpoint of the model or a GGUF file can"
+            raise keys.fault(key, problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     freq_divisors: tuple[float, ...] = ()  # GGUF's rope_freqs.weight: divides the inverse frequencies
-    mrope_section: tuple[int, ...] = ()  # with text positions only, M-RoPE equals plain RoPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,6 @@ class ModelConfig:
     pad_token_id: int | None = None
     dtype: str = "bfloat16"  # of the checkpoint
     mtp_layers: int = 0
-    raw: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_layers(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from sparkrt.errors import LoadError
 
@@ -34,9 +36,7 @@ class ConfigKeys:
         self, values: Mapping[str, object], file: str, section: str = "", aliases: Mapping[str, str] | None = None
     ) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
-        self.file = file
-        self._section = section
-        self._aliases = aliases or {}
+        self.file, self._section, self._aliases = file, section, aliases or {}
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -47,53 +47,34 @@ class ConfigKeys:
 
     def section(self, key: str) -> ConfigKeys | None:
         """The object under `key`, None where there is none."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fault(key, f"must be an object, not {value!r}")
-        return ConfigKeys(value, self.file, f"{self._section}{key}.")
+        values = self._checked(key, {}, "an object", lambda v: isinstance(v, dict))
+        return ConfigKeys(values, self.file, f"{self._section}{key}.") if key in self else None
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _LARGEST) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise self.fault(key, f"must be an integer from {minimum} to {maximum}, not {value!r}")
-        return value
+        what = f"an integer from {minimum} to {maximum}"
+        return int(self._checked(key, default, what, lambda v: type(v) is int and minimum <= v <= maximum))
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
         """A finite number above zero (`zero`: or zero)."""
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e300 or (value == 0 and not zero):
-            raise self.fault(key, f"must be a finite number above zero, not {value!r}")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return self.number(key, zero=True) if key in self else None
+        what, least = "a finite number above zero", 0.0 if zero else sys.float_info.min
+        return float(self._checked(key, default, what, lambda v: type(v) in (int, float) and least <= v <= 1e300))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.fault(key, f"must be true or false, not {value!r}")
-        return value
+        return bool(self._checked(key, default, "true or false", lambda v: isinstance(v, bool)))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self.fault(key, f"must be a string, not {value!r}")
-        return value
+        return str(self._checked(key, default, "a string", lambda v: isinstance(v, str)))
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings, empty where there is none."""
-        value = self.values.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fault(key, f"must be a list of strings, not {value!r}")
-        return tuple(value)
+        what = "a list of strings"
+        return tuple(self._checked(key, [], what, lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v)))
 
     def integers(self, key: str) -> tuple[int, ...]:
         """An integer or a list of them, none below zero; empty where there is none."""
         value = self.values.get(key, [])
         items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LARGEST for item in items):
+        if not all(type(item) is int and 0 <= item <= _LARGEST for item in items):
             raise self.fault(key, f"must be an integer or a list of integers from 0 on, not {value!r}")
         return tuple(items)
 
@@ -103,8 +84,10 @@ class ConfigKeys:
             expected = " or ".join(json.dumps(value) for value in allowed)
             raise self.fault(key, f"is {json.dumps(self.values[key])}, only {expected} can be served: {why}")
 
-    def _value(self, key: str, default: object) -> object:
+    def _checked(self, key: str, default: object, expected: str, fits: Callable[[Any], bool]) -> Any:
         value = self.values.get(key, default)
         if value is None:
             raise self.fault(key, "is missing")
+        if not fits(value):
+            raise self.fault(key, f"must be {expected}, not {value!r}")
         return value

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sparkrt.errors import LoadError
 from sparkrt.model.checkpoint import open_checkpoint
 from sparkrt.model.config import LayerConfig, ModelConfig, RopeConfig
-from sparkrt.model.families import family_of
-from sparkrt.model.families.reading import ConfigLevels
+from sparkrt.model.families import family_of, read_config
 from sparkrt.model.keys import ConfigKeys
 from tests import miniatures, rigs
 
@@ -22,8 +21,8 @@ Config = dict[str, Any]
 
 
 def read(config: Config) -> ModelConfig:
-    levels = ConfigLevels.of(ConfigKeys(config, "config.json"))
-    return family_of(levels.root).read_config(levels)
+    keys = ConfigKeys(config, "config.json")
+    return read_config(family_of(keys), keys)
 
 
 def hybrid(**changes: Any) -> Config:

@@ -23,18 +23,13 @@ class DummySource:
     """A `WeightSource` of seeded random weights: the same seed gives the same weights, in the configuration's dtype."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self._shapes = expected_tensors(config)
-        self._seed = seed
-        self._norm = np.float32(1.0 - config.norm_offset)  # what makes the effective weight 1
+        self._shapes, self._seed = expected_tensors(config), seed
+        self._norm = 1.0 - config.norm_offset  # what makes the effective weight 1
         self._dtype = dtypes.by_name(config.dtype).np
-        largest = max(prod(shape) for shape in self._shapes.values())
-        widest = max(shape[-1] for shape in self._shapes.values())
+        largest, widest = max(map(prod, self._shapes.values())), max(shape[-1] for shape in self._shapes.values())
+        pool = np.random.default_rng(seed).standard_normal(max(min(largest, _POOL), 2 * widest) + _SLACK, np.float32)
         # unit variance in gives unit variance out of a projection of the hidden size
-        scale = np.float32(1 / sqrt(config.hidden_size))
-        size = max(min(largest, _POOL), 2 * widest) + _SLACK
-        pool = np.random.default_rng(seed).standard_normal(size, np.float32) * scale
-        self._pool = pool.astype(self._dtype)
-        self._pool.flags.writeable = False
+        self._pool = (pool * np.float32(1 / sqrt(config.hidden_size))).astype(self._dtype)
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -43,18 +38,16 @@ class DummySource:
         return self._shapes[name]
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
-        shape = self._shapes[name]
-        small = self._small(name, shape)
-        return (self._window(name, shape) if small is None else small)[rows or slice(None)]
+        shape, kind = self._shapes[name], name.rpartition(".")[2]
+        return self._make(name, kind, shape)[rows or slice(None)]
 
     def close(self) -> None:
         self._shapes = {}
 
-    def _small(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """What random numbers of one scale would spoil: norms, and gates that must let the state remember."""
-        kind = name.rpartition(".")[2]
+    def _make(self, name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Random numbers of one scale, but for norms, and for gates that must let the state remember."""
         rng = np.random.default_rng((self._seed, crc32(name.encode())))
-        if kind == "norm" and ".gdn." in name:
+        if name.endswith("gdn.norm"):
             return np.ones(shape, np.float32)
         if kind.endswith("norm"):
             return np.full(shape, self._norm, self._dtype)
@@ -62,18 +55,14 @@ class DummySource:
             return rng.normal(0, 0.5, shape).astype(self._dtype)
         if kind == "A_log":  # a half-life of tens to hundreds of tokens
             return rng.uniform(-6, -3, shape).astype(np.float32)
-        if kind == "dt_bias":
-            return np.full(shape, -1, self._dtype)
-        return None
+        return np.full(shape, -1, self._dtype) if kind == "dt_bias" else self._window(name, shape)
 
     def _window(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A view of the pool of this shape: contiguous where it fits, with rows (and experts) overlapping where it does not."""
-        start = crc32(name.encode()) % _SLACK
         strides, extent = [1], shape[-1]
         for axis in range(len(shape) - 2, -1, -1):
             room = (self._pool.size - _SLACK) >> axis  # an inner axis leaves half of the pool to the one outside it
-            step = min(extent, max(room - extent, 0) // max(shape[axis] - 1, 1))
-            strides.insert(0, step)
-            extent += step * (shape[axis] - 1)
-        item = self._pool.itemsize
-        return np.lib.stride_tricks.as_strided(self._pool[start:], shape, [s * item for s in strides], writeable=False)
+            strides.insert(0, min(extent, max(room - extent, 0) // max(shape[axis] - 1, 1)))
+            extent += strides[0] * (shape[axis] - 1)
+        pool, item = self._pool[crc32(name.encode()) % _SLACK :], self._pool.itemsize
+        return np.lib.stride_tricks.as_strided(pool, shape, [s * item for s in strides], writeable=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sparkrt.errors import LoadError
-from sparkrt.model.families.reading import MAX_LAYERS
+from sparkrt.model.families import MAX_LAYERS, family_of
 from sparkrt.model.keys import ConfigKeys
 from sparkrt.model.loading.gguf import GgufStore
 
@@ -28,76 +28,66 @@ _KEYS = {
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_value_head_dim": "ssm.inner_size",  # of all value heads together
+    "partial_rotary_factor": "rope.dimension_count",  # in channels
+    "mtp_layers": "nextn_predict_layers",
 }
 _ROPE = {
+    "rope_type": "rope.scaling.type",
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
+_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
 def gguf_config(store: GgufStore) -> ConfigKeys:
     """The configuration keys of a file. Raises LoadError, in the file's own words, where metadata and tensors disagree."""
-    meta, file = store.metadata, str(store.origin)
-    arch = str(meta.get("general.architecture"))
-    aliases = {key: f"{arch}.{name}" for key, name in (_KEYS | _ROPE).items()}
-    values = {key: meta.get(f"{arch}.{name}") for key, name in _KEYS.items()}
-    keys = ConfigKeys(values, file, aliases=aliases)
-    if int(str(meta.get("split.count", 0))) > 1:
-        raise LoadError(f"{file}: is one part of a split GGUF, which cannot be served; merge the parts first")
-
+    meta, arch = store.metadata, str(store.metadata.get("general.architecture"))
+    aliases = {key: f"{arch}.{name}" for key, name in (_KEYS | _ROPE).items()} | {"architectures": "general.architecture"}
+    keys = ConfigKeys({key: meta.get(aliases[key]) for key in _KEYS}, str(store.origin), aliases=aliases)
+    values = keys.values
+    values["architectures"] = [arch]
+    family_of(keys)  # before anything is missed that other kinds of files do not have
+    if ConfigKeys(meta, keys.file).integer("split.count", 0, minimum=0) > 1:
+        raise LoadError(f"{store.origin}: is one part of a split GGUF, which cannot be served; merge the parts first")
     if (embedding := store.tensors.get("token_embd.weight")) is None:
-        raise LoadError(f"{file}: tensor token_embd.weight is missing")
+        raise LoadError(f"{store.origin}: tensor token_embd.weight is missing")
     values["vocab_size"] = embedding.shape[0]  # the padded vocabulary; the token list may be shorter
-    values["model_type"] = arch
-    values["norm_topk_prob"] = meta.get(aliases["norm_topk_prob"], True)
     values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in store.tensors)
-    mtp_layers = _integer(meta, f"{arch}.nextn_predict_layers", file)
+    values.setdefault("norm_topk_prob", True)
+    mtp_layers = keys.integer("mtp_layers", 0, minimum=0)
     layers = keys.integer("num_hidden_layers", minimum=mtp_layers + 1, maximum=MAX_LAYERS) - mtp_layers
     values["num_hidden_layers"] = layers
-    values |= _layer_kinds(store, layers)
-    if isinstance(kv_heads := values["num_key_value_heads"], list):  # one a layer, 0 where the layer is recurrent
+    # what the metadata does not always tell: which layers are recurrent, and which are dense among experts
+    blocks = {(int(m[1]), m[2]) for name in store.tensors if (m := re.match(r"blk\.([0-9]{1,6})\.(ssm|ffn_gate_inp)[._]", name))}
+    if any(part == "ssm" for _, part in blocks):
+        values["layer_types"] = ["linear_attention" if (i, "ssm") in blocks else "full_attention" for i in range(layers)]
+    if any(part != "ssm" for _, part in blocks):
+        values["mlp_only_layers"] = [i for i in range(layers) if (i, "ffn_gate_inp") not in blocks]
+    if isinstance(kv_heads := values.get("num_key_value_heads"), list):  # one a layer, 0 where the layer is recurrent
         values["num_key_value_heads"] = max(kv_heads, default=0)
     if "linear_num_value_heads" in keys:
-        inner, heads = _integer(meta, f"{arch}.ssm.inner_size", file), keys.integer("linear_num_value_heads")
-        if not inner or inner % heads:
-            raise LoadError(f"{file}: {arch}.ssm.inner_size of {inner} is no multiple of {heads} value heads")
+        inner, heads = keys.integer("linear_value_head_dim"), keys.integer("linear_num_value_heads")
+        if inner % heads:
+            raise keys.fault("linear_value_head_dim", f"of {inner} is no multiple of {heads} value heads")
         values["linear_value_head_dim"] = inner // heads
-
-    rope = {key: meta.get(f"{arch}.{name}") for key, name in _ROPE.items()}
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    values["rope_parameters"] = {"rope_type": "default" if kind == "none" else kind, **rope}
-    if rotary_dim := _integer(meta, f"{arch}.rope.dimension_count", file):
+    rope = {key: meta.get(aliases[key]) for key in _ROPE}
+    values["rope_parameters"] = rope | {"rope_type": None if rope["rope_type"] == "none" else rope["rope_type"]}
+    if rotary_dim := keys.integer("partial_rotary_factor", 0, minimum=0):
         head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
         values["partial_rotary_factor"] = rotary_dim / head_dim
     for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
         values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
-    return ConfigKeys(values, file, aliases=aliases)
-
-
-def _layer_kinds(store: GgufStore, layers: int) -> dict[str, object]:
-    """What the metadata does not always tell: which layers are recurrent, and which are dense among experts."""
-    blocks = {(int(m[1]), m[2]) for name in store.tensors if (m := re.match(r"blk\.([0-9]{1,6})\.([^.]+)", name))}
-    found: dict[str, object] = {}
-    if recurrent := {i for i, part in blocks if part.startswith("ssm_")}:
-        found["layer_types"] = ["linear_attention" if i in recurrent else "full_attention" for i in range(layers)]
-    if any(part == "ffn_gate_inp" for _, part in blocks):
-        found["mlp_only_layers"] = [i for i in range(layers) if (i, "ffn_gate_inp") not in blocks]
-    return found
+    return keys
 
 
 def gguf_generation_config(store: GgufStore) -> dict[str, object]:
     """The sampling defaults some files carry, under the names of generation_config.json."""
-    found = {ours: store.metadata.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    return {
+        ours: store.metadata[key] for ours, name in _SAMPLING.items() if (key := f"general.sampling.{name}") in store.metadata
+    }
 
 
 def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
@@ -108,7 +98,3 @@ def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
     if tensor.shape != (rotary_dim // 2,) or tensor.kind != "F32":
         raise LoadError(f"{tensor.file}: tensor {name} is {tensor.kind} {list(tensor.shape)}, expected F32 [{rotary_dim // 2}]")
     return tuple(store.read(name).tolist())
-
-
-def _integer(meta: dict[str, object], key: str, file: str) -> int:
-    return ConfigKeys(meta, file).integer(key, 0, minimum=0)

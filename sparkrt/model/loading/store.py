@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 
-Rows = slice | np.ndarray  # a range of rows, or their indices in the order wanted
+from sparkrt.errors import LoadError
 
-SERVED = ("F32", "F16", "BF16")
+PLAIN: dict[str, np.dtype] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +26,34 @@ class StoredTensor:
     stop: int
 
 
-class TensorStore(Protocol):
-    """Opened and checked files: every tensor lies wholly inside its file."""
+class TensorStore:
+    """Opened and checked files: every tensor lies wholly inside its file. `origin` is the file that lists the tensors."""
 
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    kinds: tuple[str, ...] = tuple(PLAIN)  # the element types that `read` can deliver
 
-    @property
-    def origin(self) -> Path:
-        """The file to name when a tensor is missing: the one that lists them."""
-        ...
-
-    @property
-    def kinds(self) -> Collection[str]:
-        """The element types that `read` can deliver."""
-        ...
+    def __init__(self, origin: Path, files: Iterable[Path]) -> None:
+        self.origin, self.tensors = origin, dict[str, StoredTensor]()
+        self._maps = {file: map_file(file) for file in files}
 
     def dtype(self, name: str) -> np.dtype:
-        """What `read` delivers for a tensor of one of `kinds`."""
-        ...
+        """What `read` delivers for a tensor of one of `kinds`: float32 for quantized ones."""
+        return PLAIN.get(self.tensors[name].kind, PLAIN["F32"])
 
-    def read(self, name: str, rows: Rows = slice(None)) -> np.ndarray:
-        """Rows along axis 0; a view of the mapped file where element type and rows allow it."""
-        ...
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows along axis 0: a view of the mapped file."""
+        return self._bytes(name).view(self.dtype(name)).reshape(self.tensors[name].shape)[rows]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._maps.clear()
+
+    def _bytes(self, name: str) -> np.ndarray:
+        tensor = self.tensors[name]
+        return self._maps[tensor.file][tensor.start : tensor.stop]
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The bytes of a file that is not empty, mapped read-only; unmapped when the last view of it goes."""
-    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    """The bytes of a file, mapped read-only; unmapped when the last view of it goes. Raises LoadError naming the file."""
+    try:
+        return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
