@@ -3,8 +3,9 @@
     python -m benchmarks.kernels --op linear,rms_norm
 
 Prints a table and keeps the figures in benchmarks/results/kernels-<card>.json. Ceilings are measured in the same run. Inputs
-rotate through more memory than the caches of a core hold; figures are medians of single calls, bytes and operations the least
-that the shape needs.
+rotate through more memory than the caches hold; figures are medians, bytes and operations the least that the shape needs. On a
+GPU the shapes are those of released models and the peers' figures stand beside ours (peers-h200.json); on the host they are the
+operators' own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import sparkrt.runtime  # noqa: F401  # isort: skip  # before NumPy: its BLAS re
 
 import argparse
 import json
+import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,9 +30,13 @@ import numpy as np
 
 from sparkrt.ops.operator import Case, Operator
 from sparkrt.ops.registry import OPERATORS
+from sparkrt.runtime import open_backend
+from sparkrt.runtime.cuda import CudaBackend
+from sparkrt.runtime.kernels import UnsupportedCall
 from sparkrt.runtime.machine import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
+Measure = Callable[[Operator, Case], tuple[float, float]]  # seconds of a call, bytes it moves at least
 ROTATED = 32 << 20  # bytes of inputs to go through before any is seen again
 
 
@@ -38,7 +45,11 @@ class Ceilings:
     """What this machine does at best, in bytes and floating-point operations a second."""
 
     copy: float
-    multiply: float
+    multiply: float | None  # None: there was nothing to measure it with
+
+    def __str__(self) -> str:
+        product = "not measured" if self.multiply is None else f"{self.multiply / 1e12:.4g} TFLOP/s"
+        return f"copy {self.copy / 1e12:.4g} TB/s, product {product}"
 
 
 def measure_ceilings() -> Ceilings:
@@ -91,33 +102,69 @@ def shape_of(label: str) -> dict[str, Any]:
     return fields | {name: int(value) if value.isdecimal() else value for name, equals, value in pairs if equals}
 
 
-def figures(op: Operator, case: Case, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
-    moved, done = case.bytes / seconds, case.flops / seconds
+def figures(op: Operator, case: Case, seconds: float, moved: float, ceilings: Ceilings) -> dict[str, Any]:
+    shape = shape_of(case.label)
+    share = max(moved / seconds / ceilings.copy, case.flops / seconds / ceilings.multiply if ceilings.multiply else 0)
+    best = min(
+        (row for row in peers() if row["op"] == op.name and row["shape"].items() <= shape.items()),
+        key=lambda r: r["us"],
+        default={},
+    )
     return {
         "op": op.name,
-        "shape": shape_of(case.label),
+        "shape": shape,
         "us": round(seconds * 1e6, 2),
-        "tb_s": round(moved / 1e12, 5),
-        "tflop_s": round(done / 1e12, 5),
-        "pct_ceiling": round(100 * max(moved / ceilings.copy, done / ceilings.multiply), 1),
-        "peer": None,
-        "peer_us": None,
+        "tb_s": round(moved / seconds / 1e12, 5),
+        "tflop_s": round(case.flops / seconds / 1e12, 5),
+        "pct_ceiling": round(100 * share, 1),
+        "peer": best.get("peer"),
+        "peer_us": best.get("us"),
     }
+
+
+@cache
+def peers() -> list[dict[str, Any]]:
+    """What peers reached on an H200; each row's shape names a part of a case's."""
+    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "peers-h200.json").read_text())["kernels"]
+    return found
 
 
 def keep(file: Path, rows: list[dict[str, Any]]) -> None:
     """Replace the rows of the same operators, keep the others."""
     names = {row["op"] for row in rows}
     old = json.loads(file.read_text()) if file.exists() else []
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in [*(row for row in old if row["op"] not in names), *rows])
     file.write_text(f"[\n{lines}\n]\n")
+
+
+def open_bench(device: str, seconds: float) -> tuple[str, Ceilings, Callable[[Operator], Sequence[Case]], Measure]:
+    """(card, ceilings, an operator's cases, how to measure one) of a device."""
+    backend = open_backend(device)
+    if not isinstance(backend, CudaBackend):
+        print("this is the host backend: NumPy on the processor, no GPU")
+        return (
+            f"host-{usable_cores()}c",
+            measure_ceilings(),
+            lambda op: op.bench,
+            lambda op, case: (measure(op, case, seconds), case.bytes),
+        )
+    from benchmarks.device import DeviceBench  # needs cuda-python
+    from benchmarks.shapes import model_cases
+
+    bench, cases = DeviceBench(backend), model_cases()
+    card = re.sub(r"\W+", "-", backend.properties.name.lower())
+    ceilings = Ceilings(bench.copy_ceiling(), bench.product_ceiling())
+    return card, ceilings, lambda op: cases.get(op.name, []) if op.cuda else [], bench.measure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", help="names, comma-separated (default: all)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="time to spend on each shape (default: 0.2)")
+    parser.add_argument("--device", default="auto", help="auto, host or cuda")
+    parser.add_argument("--seconds", type=float, default=0.2, help="time to spend on each shape on the host (default: 0.2)")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON file")
+    parser.add_argument("--commit", help="what was measured, where git cannot say it")
     parser.add_argument("--no-keep", action="store_true", help="print only")
     args = parser.parse_args()
     known = {op.name: op for op in OPERATORS}
@@ -125,22 +172,26 @@ def main() -> None:
     unknown = [name for name in wanted if name not in known]
     if unknown:
         parser.error(f"no operator {', '.join(unknown)}; known: {', '.join(known)}")
-    card = f"host-{usable_cores()}c"
-    ceilings = measure_ceilings()
-    print(f"{card}: the host backend, NumPy on the processor, no GPU")
-    print(f"ceilings: copy {ceilings.copy / 1e9:.1f} GB/s, float32 product {ceilings.multiply / 1e9:.0f} GFLOP/s")
-    print(f"{'operator':<24} {'shape':<56} {'µs':>10} {'GB/s':>8} {'GFLOP/s':>8} {'% ceiling':>9}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    stamp = {"commit": commit.stdout.strip(), "date": date.today().isoformat(), "card": card}
+    card, ceilings, cases, run = open_bench(args.device, args.seconds)
+    print(f"{card}: {ceilings}")
+    print(f"{'operator':<24} {'shape':<56} {'µs':>10} {'GB/s':>8} {'GFLOP/s':>9} {'% ceiling':>9}  peer")
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    stamp = {"commit": args.commit or git.stdout.strip(), "date": date.today().isoformat(), "card": card}
     rows = []
     for name in wanted:
-        for case in known[name].bench:
-            row = figures(known[name], case, measure(known[name], case, args.seconds), ceilings)
+        for case in cases(known[name]):
+            try:
+                seconds, moved = run(known[name], case)
+            except UnsupportedCall:
+                print(f"{name:<24} {case.label:<56} no kernel", flush=True)
+                continue
+            row = figures(known[name], case, seconds, moved, ceilings)
             rows.append({**row, **stamp})
-            speeds = f"{row['tb_s'] * 1e3:>8.2f} {row['tflop_s'] * 1e3:>8.2f} {row['pct_ceiling']:>9.1f}"
-            print(f"{name:<24} {case.label:<56} {row['us']:>10.1f} {speeds}", flush=True)
+            speeds = f"{row['tb_s'] * 1e3:>8.2f} {row['tflop_s'] * 1e3:>9.2f} {row['pct_ceiling']:>9.1f}"
+            peer = f"  {row['peer']} {row['peer_us']:.1f}" if row["peer"] else ""
+            print(f"{name:<24} {case.label:<56} {row['us']:>10.1f} {speeds}{peer}", flush=True)
     if not args.no_keep:
-        keep(ROOT / "benchmarks" / "results" / f"kernels-{card}.json", rows)
+        keep(args.results / f"kernels-{card}.json", rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 
 from sparkrt.ops.operator import Operator
-from sparkrt.runtime import DeviceArray, DevicePtr, DType, dtypes
+from sparkrt.runtime import dtypes
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import DevicePtr
 from sparkrt.runtime.cuda import CudaBackend
+from sparkrt.runtime.dtypes import DType
 
 GUARD = 256  # bytes on either side
 PATTERN = 0xA5
@@ -56,7 +59,8 @@ def types_of(op: Operator, args: Sequence[Any], activation: DType) -> list[DType
 
 def rounded(args: Sequence[Any], types: Sequence[DType | None]) -> list[Any]:
     """The arguments with the values that the device will hold, as float32."""
-    return [a if t is None or not t.is_float else a.astype(t.np).astype(np.float32) for a, t in zip(args, types, strict=True)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [a if t is None or not t.is_float else a.astype(t.np).astype(np.float32) for a, t in zip(args, types, strict=True)]
 
 
 def call(backend: CudaBackend, op: Operator, args: Sequence[Any], types: Sequence[DType | None]) -> list[Any]:

@@ -11,7 +11,9 @@ import pytest
 
 from sparkrt.errors import EngineFatal
 from sparkrt.ops.norm import ADD, RMS_NORM
-from sparkrt.runtime import CaptureError, DeviceArray, MemoryFault, OutOfMemory, dtypes
+from sparkrt.runtime import dtypes
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import CaptureError, MemoryFault, OutOfMemory
 from sparkrt.runtime.cuda import CudaBackend
 from sparkrt.runtime.kernels import UnsupportedCall
 
@@ -192,7 +194,9 @@ def test_a_fault_on_the_device_ends_the_engine() -> None:
     code = """
 from sparkrt.errors import EngineFatal
 from sparkrt.ops.norm import ADD
-from sparkrt.runtime import DeviceArray, DevicePtr, dtypes
+from sparkrt.runtime import dtypes
+from sparkrt.runtime.array import DeviceArray
+from sparkrt.runtime.backend import DevicePtr
 from sparkrt.runtime.cuda import CudaBackend
 backend = CudaBackend(debug=True)
 nowhere = DeviceArray(DevicePtr(1 << 40), dtypes.float32, (1, 64))

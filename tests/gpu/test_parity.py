@@ -12,8 +12,9 @@ import pytest
 
 from sparkrt.ops.operator import Case, Operator
 from sparkrt.ops.registry import OPERATORS
-from sparkrt.runtime import DType, dtypes
+from sparkrt.runtime import dtypes
 from sparkrt.runtime.cuda import CudaBackend
+from sparkrt.runtime.dtypes import DType
 from sparkrt.runtime.kernels import UnsupportedCall
 from tests.gpu.device import call, rounded, types_of
 from tests.ops.test_parity import SENTINEL, expected, poisoned

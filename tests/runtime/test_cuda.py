@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sparkrt.errors import LoadError
-from sparkrt.runtime import CudaUnavailable, GpuBackend, open_backend
+from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.cuda import CudaBackend
-from sparkrt.runtime.driver import Installed, preflight
+from sparkrt.runtime.driver import CudaUnavailable, Installed, preflight
 from sparkrt.runtime.kernels import KernelBuild
 
 BUILD = KernelBuild((13, 0), ("80", "90a"))
