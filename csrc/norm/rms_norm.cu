@@ -87,7 +87,7 @@ int by_items(const Call& c) {
     if (items <= 2) return launch<T, N, 2, kAdd>(c);
     if (items <= 4) return launch<T, N, 4, kAdd>(c);
     if (items <= 8) return launch<T, N, 8, kAdd>(c);
-    if (N == 1 && items <= 32) return launch<T, N, N == 1 ? 32 : 8, kAdd>(c);
+    if (N == 1 && items <= 16) return launch<T, N, N == 1 ? 16 : 8, kAdd>(c);
     return kUnsupported;
 }
 

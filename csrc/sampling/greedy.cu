@@ -9,7 +9,7 @@ namespace {
 using namespace spark;
 
 template <int kCluster>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)
     greedy_kernel(int* tokens, int* feed, const float* logits, const int* slots, int64_t stride, int valid, int slot_count) {
     extern __shared__ __align__(16) unsigned char memory[];
     Row<kCluster> row(reinterpret_cast<RowShared*>(memory), valid);

@@ -27,7 +27,7 @@ struct Found {
 };
 
 template <int kCluster, bool kResident>
-__global__ void __launch_bounds__(kRowThreads) logprobs_kernel(const Params p) {
+__global__ void __launch_bounds__(kRowThreads, 1) logprobs_kernel(const Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto* shared = reinterpret_cast<RowShared*>(memory);
     auto* found = reinterpret_cast<Found*>(shared + 1);

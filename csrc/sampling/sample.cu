@@ -144,7 +144,7 @@ __device__ int walk(Row<kCluster>& row, uint64_t target, Weight weight) {
 }
 
 template <int kCluster, bool kResident>
-__global__ void __launch_bounds__(kRowThreads) sample_kernel(const Params p) {
+__global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto* shared = reinterpret_cast<RowShared*>(memory);
     auto* held = reinterpret_cast<float*>(shared + 1);
