@@ -89,7 +89,7 @@ class CudaBackend:
         self._check(rt.cudaSetDevice(device), "cudaSetDevice")
         p = self._check(rt.cudaGetDeviceProperties(device), "cudaGetDeviceProperties")
         self._properties = DeviceProperties(
-            name=p.name.decode() if isinstance(p.name, bytes) else str(p.name),
+            name=p.name.decode().rstrip("\0"),
             kind="cuda",
             compute_capability=(p.major, p.minor),
             multiprocessors=p.multiProcessorCount,
