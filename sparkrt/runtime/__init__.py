@@ -1,66 +1,25 @@
-"""The device, and nothing above it: memory, streams, graphs, launches, and talk between ranks."""
-# ruff: noqa: E402 - BLAS must hear of its threads before the imports below load NumPy
+"""The device, and nothing above it: memory, streams, graphs, launches, and talk between ranks.
+
+Importing this package loads no NumPy, so that a process can still say how many threads its BLAS gets (`limit_blas_threads`).
+"""
 
 from __future__ import annotations
 
 import logging
-
-from sparkrt.runtime.threads import limit_blas_threads
-
-limit_blas_threads()
+from typing import TYPE_CHECKING, Any
 
 from sparkrt.errors import LoadError
-from sparkrt.runtime.arena import Arena, ArenaPlan
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import (
-    NULL,
-    CaptureError,
-    DeviceProperties,
-    DevicePtr,
-    Event,
-    GpuBackend,
-    Graph,
-    GraphExec,
-    Launchable,
-    MemoryFault,
-    MemoryInfo,
-    OutOfMemory,
-    Stream,
-)
-from sparkrt.runtime.comm import Comm, CommError, SoloComm, fake_world
+from sparkrt.runtime.backend import CaptureError, GpuBackend, OutOfMemory
 from sparkrt.runtime.driver import CudaUnavailable
-from sparkrt.runtime.dtypes import DType
-from sparkrt.runtime.host import HostBackend
-from sparkrt.runtime.traffic import Traffic
+from sparkrt.runtime.machine import limit_blas_threads
 
-__all__ = [
-    "NULL",
-    "Arena",
-    "ArenaPlan",
-    "CaptureError",
-    "Comm",
-    "CommError",
-    "CudaUnavailable",
-    "DType",
-    "DeviceArray",
-    "DeviceProperties",
-    "DevicePtr",
-    "Event",
-    "GpuBackend",
-    "Graph",
-    "GraphExec",
-    "HostBackend",
-    "Launchable",
-    "MemoryFault",
-    "MemoryInfo",
-    "OutOfMemory",
-    "SoloComm",
-    "Stream",
-    "Traffic",
-    "fake_world",
-    "limit_blas_threads",
-    "open_backend",
-]
+if TYPE_CHECKING:
+    from sparkrt.runtime.host import HostBackend
+
+__all__ = ["CaptureError", "DeviceArray", "GpuBackend", "HostBackend", "OutOfMemory", "limit_blas_threads", "open_backend"]
+
+limit_blas_threads()
 
 
 def open_backend(device: str = "auto") -> GpuBackend:
@@ -70,15 +29,23 @@ def open_backend(device: str = "auto") -> GpuBackend:
     """
     if device not in ("auto", "host", "cuda"):
         raise LoadError(f"device {device!r} is unknown; expected 'auto', 'host' or 'cuda'")
-    if device == "host":
-        return HostBackend()
-    from sparkrt.runtime.cuda import CudaBackend
+    if device != "host":
+        from sparkrt.runtime.cuda import CudaBackend
 
-    try:
-        return CudaBackend()
-    except CudaUnavailable as error:
-        if device == "cuda":
-            raise LoadError(f"device 'cuda': {error}") from error
-        if error.gpu:
-            logging.getLogger("sparkrt").warning("running on the host: %s", error)
-        return HostBackend()
+        try:
+            return CudaBackend()
+        except CudaUnavailable as error:
+            if device == "cuda":
+                raise LoadError(f"device 'cuda': {error}") from error
+            if error.gpu:
+                logging.getLogger("sparkrt").warning("running on the host: %s", error)
+    backend: GpuBackend = __getattr__("HostBackend")()
+    return backend
+
+
+def __getattr__(name: str) -> Any:
+    if name != "HostBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sparkrt.runtime.host import HostBackend
+
+    return HostBackend

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkrt.runtime.backend import DevicePtr
-from sparkrt.runtime.dtypes import DType
+
+if TYPE_CHECKING:
+    from sparkrt.runtime.dtypes import DType
 
 
 class DeviceArray:
-    """A contiguous typed view of device memory.
-
-    `view` is the backend's native handle: the NumPy array on the host (what `op.host` receives), None on CUDA.
-    """
+    """`view` is the backend's native handle: the NumPy array on the host (what `op.host` receives), None on CUDA."""
 
     __slots__ = ("dtype", "ptr", "shape", "view")
 
     def __init__(self, ptr: DevicePtr, dtype: DType, shape: Sequence[int], view: Any = None) -> None:
-        self.ptr = ptr
-        self.dtype = dtype
-        self.shape = tuple(shape)
-        self.view = view
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        self.ptr, self.dtype, self.shape, self.view = ptr, dtype, tuple(shape), view
 
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> DeviceArray:
         """Rows [start, stop) of the first axis: still contiguous."""

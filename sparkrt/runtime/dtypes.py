@@ -1,7 +1,4 @@
-"""Element types known to every backend, with their NumPy view.
-
-bf16 and fp8 come from `ml_dtypes`, so that host arrays of them are ordinary NumPy arrays.
-"""
+"""Element types known to every backend. bf16 and fp8 are `ml_dtypes`', so that host arrays of them are ordinary NumPy arrays."""
 
 from __future__ import annotations
 

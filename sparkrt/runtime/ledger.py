@@ -1,17 +1,20 @@
-"""`Ledger`: every allocation of the host backend, so that a stray pointer is an error and a leak has a name."""
+"""What the host backend writes down: its allocations (`Ledger`: stray pointers and leaks get a name) and its `Traffic`."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from sparkrt.runtime.backend import DevicePtr, MemoryFault, OutOfMemory
+from sparkrt.runtime.backend import DevicePtr, MemoryFault, OutOfMemory, Stream
 
-ALIGNMENT = 256  # bytes; what cudaMalloc promises
-_QUARANTINE = 64, 1 << 16  # keep the last 64 freed blocks of up to 64 KiB each
+_ALIGNMENT = 256  # bytes; what cudaMalloc promises
+_QUARANTINE = 64, 1 << 16  # blocks and the bytes of the largest
 
 
 @dataclass(slots=True, eq=False)
@@ -22,89 +25,68 @@ class Allocation:
     nbytes: int
     label: str
     pinned: bool
-    memory: np.ndarray | None
+    memory: np.ndarray
 
     def __str__(self) -> str:
         return f"{self.label or 'unlabelled'!r} ({self.nbytes:,} bytes{' pinned' if self.pinned else ''} at {self.address:#x})"
 
 
 class Ledger:
-    """Device and pinned memory of one backend. Addresses are real; used by one thread at a time.
+    """Device and pinned memory of one backend, at real addresses.
 
-    `capacity` bounds the device bytes handed out, `poison` fills freed memory with 0xFF (NaN in every float format).
+    `capacity` bounds the device bytes handed out, `poison` fills freed memory with 0xFF (NaN in every float format), and
+    `fail_in` makes the so-many-th allocation from now raise OutOfMemory (1: the next one; 0: none).
     """
 
-    def __init__(self, capacity: int | None = None, poison: bool = False) -> None:
-        self.capacity = capacity
-        self.poison = poison
-        self.device_bytes = 0
-        self.pinned_bytes = 0
-        self._starts: list[int] = []  # sorted addresses of the live blocks
-        self._live: dict[int, Allocation] = {}
-        # Small freed blocks keep their memory for a while: malloc would hand the same address to the next caller, and a
-        # second free or a late copy through the old pointer would go unnoticed.
+    def __init__(self, capacity: int | None, poison: bool) -> None:
+        self.capacity, self.poison = capacity, poison
+        self.device_bytes = self.fail_in = 0
+        self.live: list[Allocation] = []  # by address
+        # freed blocks, whose memory malloc cannot yet hand to others: a second free or a late copy would go unnoticed
         self._freed: deque[Allocation] = deque(maxlen=_QUARANTINE[0])
-        self._fail_in = 0
 
-    @property
-    def live(self) -> list[Allocation]:
-        """Blocks not freed yet, by address."""
-        return [self._live[start] for start in self._starts]
-
-    @property
-    def failure_armed(self) -> bool:
-        """Whether a failure asked for by `fail_allocation` is still to come."""
-        return self._fail_in > 0
-
-    def fail_allocation(self, n: int) -> None:
-        """Make the n-th allocation from now raise OutOfMemory (1: the next one), device or pinned, once. 0 takes it back."""
-        self._fail_in = n
-
-    def take(self, nbytes: int, label: str, pinned: bool) -> Allocation:
+    def take(self, nbytes: int, label: str, pinned: bool) -> DevicePtr:
         """A new block, aligned to 256 bytes, contents undefined. Raises OutOfMemory and changes nothing."""
         if nbytes < 0:
             raise ValueError(f"allocation {label!r}: {nbytes} bytes")
-        if self._fail_in:
-            self._fail_in -= 1
-            if not self._fail_in:
-                raise OutOfMemory(f"allocation {label!r} of {nbytes:,} bytes: failure asked for by fail_allocation")
+        what = f"allocation {label!r} of {nbytes:,} bytes"
+        if self.fail_in:
+            self.fail_in -= 1
+            if not self.fail_in:
+                raise OutOfMemory(f"{what}: failure asked for by fail_allocation")
         if not pinned and self.capacity is not None and self.device_bytes + nbytes > self.capacity:
-            raise OutOfMemory(
-                f"allocation {label!r} of {nbytes:,} bytes: {self.capacity - self.device_bytes:,} of {self.capacity:,} are left"
-            )
+            raise OutOfMemory(f"{what}: {self.capacity - self.device_bytes:,} of {self.capacity:,} are left")
         try:
-            raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+            raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         except MemoryError as error:
-            raise OutOfMemory(f"allocation {label!r} of {nbytes:,} bytes: the system has no such memory") from error
-        skip = -address_of(raw) % ALIGNMENT
+            raise OutOfMemory(f"{what}: the system has no such memory") from error
+        skip = -address_of(raw) % _ALIGNMENT
         block = Allocation(address_of(raw) + skip, nbytes, label, pinned, raw[skip : skip + nbytes])
-        insort(self._starts, block.address)
-        self._live[block.address] = block
-        self._account(block, nbytes)
-        return block
+        insort(self.live, block, key=attrgetter("address"))
+        self.device_bytes += 0 if pinned else nbytes
+        return DevicePtr(block.address)
 
     def give(self, ptr: DevicePtr, pinned: bool) -> None:
         """Free a block by its first address. Raises MemoryFault."""
-        block = self._live.get(ptr.address)
-        if block is None:
+        block = self._last_before(ptr.address)
+        if block is None or block.address != ptr.address:
             before = next((old for old in reversed(self._freed) if old.address == ptr.address), None)
             raise MemoryFault(f"{before} is freed twice" if before else f"free of {ptr.address:#x}: no allocation starts there")
         if block.pinned != pinned:
             raise MemoryFault(f"{block} must be freed with {'free_pinned' if block.pinned else 'free'}")
-        del self._live[ptr.address]
-        del self._starts[bisect_right(self._starts, ptr.address) - 1]
-        self._account(block, -block.nbytes)
-        if self.poison and block.memory is not None:
+        self.live.remove(block)
+        self.device_bytes -= 0 if pinned else block.nbytes
+        if self.poison:
             block.memory.fill(0xFF)
         if block.nbytes > _QUARANTINE[1]:
-            block.memory = None
+            block.memory = block.memory[:0].copy()
         self._freed.append(block)
 
     def resolve(self, ptr: DevicePtr, nbytes: int, what: str, pinned: bool = False) -> np.ndarray:
         """The uint8 view of [ptr, ptr + nbytes). Raises MemoryFault when it is not inside one live block of that class."""
-        block = self._containing(ptr.address)
-        if block is None or block.memory is None or ptr.address > block.address + block.nbytes:
-            freed = (old for old in reversed(self._freed) if old.address <= ptr.address < old.address + max(1, old.nbytes))
+        block = self._last_before(ptr.address)
+        if block is None or ptr.address > block.address + block.nbytes:
+            freed = (b for b in reversed(self._freed) if b.address <= ptr.address < b.address + max(1, b.nbytes))
             old = next(freed, None)
             raise MemoryFault(f"{what} at {ptr.address:#x}: " + (f"{old} was freed" if old else "not inside any allocation"))
         offset = ptr.address - block.address
@@ -117,39 +99,67 @@ class Ledger:
     def is_pinned(self, array: np.ndarray) -> bool:
         """Whether a host array lies in pinned memory of this ledger."""
         address = address_of(array)
-        block = self._containing(address)
+        block = self._last_before(address)
         return block is not None and block.pinned and address + array.nbytes <= block.address + block.nbytes
 
     def leak_report(self) -> str:
         """One line per label still allocated, largest first; empty when everything was freed."""
-        size: Counter[str] = Counter()
-        count: Counter[str] = Counter()
-        for block in self._live.values():
-            label = f"{block.label or 'unlabelled'}{' (pinned)' if block.pinned else ''}"
-            size[label] += block.nbytes
-            count[label] += 1
-        return "\n".join(f"{label}: {nbytes:,} bytes in {count[label]}" for label, nbytes in size.most_common())
+        sizes: defaultdict[str, list[int]] = defaultdict(list)
+        for block in self.live:
+            sizes[f"{block.label or 'unlabelled'}{' (pinned)' if block.pinned else ''}"].append(block.nbytes)
+        rows = sorted(sizes.items(), key=lambda row: -sum(row[1]))
+        return "\n".join(f"{label}: {sum(parts):,} bytes in {len(parts)}" for label, parts in rows)
 
-    def clear(self) -> None:
-        """Forget every block."""
-        self._starts.clear()
-        self._live.clear()
-        self._freed.clear()
-        self.device_bytes = self.pinned_bytes = 0
-
-    def _containing(self, address: int) -> Allocation | None:
+    def _last_before(self, address: int) -> Allocation | None:
         """The live block that starts last at or before `address`."""
-        i = bisect_right(self._starts, address) - 1
-        return self._live[self._starts[i]] if i >= 0 else None
-
-    def _account(self, block: Allocation, nbytes: int) -> None:
-        if block.pinned:
-            self.pinned_bytes += nbytes
-        else:
-            self.device_bytes += nbytes
+        i = bisect_right(self.live, address, key=attrgetter("address")) - 1
+        return self.live[i] if i >= 0 else None
 
 
 def address_of(array: np.ndarray) -> int:
     """Where an array's first byte lies (quicker than `array.ctypes.data`)."""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts since a backend was made, or of one `with backend.count() as traffic:` block (filled when it ends).
+
+    Kinds of copies are h2d, d2h, d2d, 2d and memset, of waits stream, device and event (with the stream it was recorded on).
+    A blocking copy belongs to no stream, and one of host memory that is not pinned is blocking, as on a device. A replayed
+    graph counts in `graph_launches`, and what its nodes do is counted, too.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    transfers: Counter[tuple[str, bool, Stream | None]] = field(default_factory=Counter)  # by kind, blocking, stream
+    transferred: Counter[tuple[str, bool, Stream | None]] = field(default_factory=Counter)  # bytes
+    syncs: Counter[tuple[str, Stream | None]] = field(default_factory=Counter)
+    allocations: int = 0
+    frees: int = 0
+    graph_launches: int = 0
+
+    def copies(self, kind: str | None = None, *, blocking: bool | None = None, stream: Stream | None = None) -> int:
+        """How many copies match; an argument left out matches everything."""
+        return _matching(self.transfers, kind, blocking, stream)
+
+    def nbytes(self, kind: str | None = None, *, blocking: bool | None = None, stream: Stream | None = None) -> int:
+        """How many bytes the matching copies moved."""
+        return _matching(self.transferred, kind, blocking, stream)
+
+    def synchronizations(self, kind: str | None = None, *, stream: Stream | None = None) -> int:
+        """How often the host waited."""
+        return _matching(self.syncs, kind, stream)
+
+    def launched(self, name: str | None = None) -> int:
+        """How many operators ran, or how often the one called `name` did."""
+        return self.launches.total() if name is None else self.launches[name]
+
+    def transfer(self, kind: str, nbytes: int, stream: Stream | None) -> None:
+        self.transfers[kind, stream is None, stream] += 1
+        self.transferred[kind, stream is None, stream] += nbytes
+
+
+def _matching(counts: Mapping[Any, int], *wanted: object) -> int:
+    """The sum under the keys whose parts are as wanted; None is any."""
+    return sum(n for key, n in counts.items() if all(w in (None, part) for w, part in zip(wanted, key, strict=True)))

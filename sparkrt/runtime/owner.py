@@ -1,4 +1,4 @@
-"""`Owner`: what one object allocated, freed together on every way out."""
+"""`Owner`: the arena of one object: what it allocated, at fixed addresses, freed together on every way out."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sparkrt.cache.state import SlotGuard, StateDims, StatePlan, StatePool
 from sparkrt.errors import CapacityError, EngineFatal
-from sparkrt.runtime import HostBackend, MemoryFault, OutOfMemory, dtypes
+from sparkrt.runtime import HostBackend, OutOfMemory, dtypes
+from sparkrt.runtime.backend import MemoryFault
 
 DIMS = (2, 3, 5, 7)  # value heads, DV, DK, conv channels
 LAYERS = (0, 2, 5)

@@ -10,8 +10,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from sparkrt.runtime import Comm, CommError, DeviceArray, HostBackend, SoloComm, dtypes, fake_world
-from sparkrt.runtime.comm import FakeComm
+from sparkrt.runtime import DeviceArray, HostBackend, dtypes
+from sparkrt.runtime.comm import Comm, CommError, SoloComm
+from tests.runtime.fake_world import FakeComm, fake_world
 
 T = TypeVar("T")
 

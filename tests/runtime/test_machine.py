@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkrt.runtime import machine, threads
+from sparkrt.runtime import machine
 
 GIB = 1 << 30
 
@@ -94,41 +94,41 @@ def test_a_system_without_proc_or_affinity(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two cores usable of eight, nothing chosen by the user."""
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    for name in threads._VARIABLES:
+    for name in machine._BLAS_VARIABLES:
         monkeypatch.setenv(name, "")
     return monkeypatch
 
 
 def test_before_numpy_the_environment_is_set(limited: pytest.MonkeyPatch) -> None:
     limited.delitem(sys.modules, "numpy")
-    assert threads.limit_blas_threads() == 2
-    assert {os.environ[name] for name in threads._VARIABLES} == {"2"}
+    assert machine.limit_blas_threads() == 2
+    assert {os.environ[name] for name in machine._BLAS_VARIABLES} == {"2"}
 
 
 def test_after_numpy_the_library_is_told(limited: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, object]] = []
     limited.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_limits=lambda **kw: calls.append(kw)))
-    assert threads.limit_blas_threads() == 2
+    assert machine.limit_blas_threads() == 2
     assert calls == [{"limits": 2, "user_api": "blas"}]
     limited.setitem(sys.modules, "threadpoolctl", None)  # not installed
-    assert threads.limit_blas_threads() is None
+    assert machine.limit_blas_threads() is None
     assert os.environ["OPENBLAS_NUM_THREADS"] == ""
 
 
 def test_the_user_and_the_whole_machine_stand(limited: pytest.MonkeyPatch) -> None:
     limited.delitem(sys.modules, "numpy")
     limited.setenv("OMP_NUM_THREADS", "5")
-    assert threads.limit_blas_threads() is None
+    assert machine.limit_blas_threads() is None
     limited.setenv("OMP_NUM_THREADS", "")
-    limited.setattr(threads, "usable_cores", lambda: 8)
-    assert threads.limit_blas_threads() is None
+    limited.setattr(machine, "usable_cores", lambda: 8)
+    assert machine.limit_blas_threads() is None
     assert os.environ["OPENBLAS_NUM_THREADS"] == ""
 
 
 def test_importing_sparkrt_sets_threads_before_numpy_is_loaded() -> None:
     program = "import os; os.cpu_count = lambda: 4096; import sparkrt.runtime; print(os.environ.get('OPENBLAS_NUM_THREADS'))"
-    clean = {k: v for k, v in os.environ.items() if k not in threads._VARIABLES}
+    clean = {k: v for k, v in os.environ.items() if k not in machine._BLAS_VARIABLES}
     run = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(machine.usable_cores())  # the other way, through threadpoolctl, leaves it unset

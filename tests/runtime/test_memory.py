@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sparkrt.runtime import NULL, DevicePtr, HostBackend, MemoryFault, OutOfMemory, dtypes
+from sparkrt.runtime import HostBackend, OutOfMemory, dtypes
+from sparkrt.runtime.backend import DevicePtr, MemoryFault
 
 
 def test_alignment_and_pointer_arithmetic() -> None:
@@ -37,7 +38,7 @@ STRAY: dict[str, Callable[[HostBackend, DevicePtr, DevicePtr, np.ndarray], None]
     "h2d past the end": lambda b, p, q, host: b.copy_h2d(p.offset(1), host),
     "h2d before the start": lambda b, p, q, host: b.copy_h2d(p.offset(-1), host),
     "h2d nowhere": lambda b, p, q, host: b.copy_h2d(DevicePtr(4096), host),
-    "h2d to NULL": lambda b, p, q, host: b.copy_h2d(NULL, host),
+    "h2d to NULL": lambda b, p, q, host: b.copy_h2d(DevicePtr(0), host),
     "d2h past the end": lambda b, p, q, host: b.copy_d2h(host, p.offset(1)),
     "d2d source": lambda b, p, q, host: b.copy_d2d(p, q.offset(1), 64),
     "d2d target": lambda b, p, q, host: b.copy_d2d(p.offset(1), q, 64),
@@ -106,7 +107,7 @@ def test_free_needs_the_start_and_the_right_class() -> None:
     device, pinned = backend.alloc(64), backend.alloc_pinned(64)
     for wrong in (
         lambda: backend.free(device.offset(8)),
-        lambda: backend.free(NULL),
+        lambda: backend.free(DevicePtr(0)),
         lambda: backend.free(pinned),
         lambda: backend.free_pinned(device),
     ):
@@ -155,7 +156,7 @@ def test_fail_allocation_hits_the_nth_and_only_it() -> None:
             except OutOfMemory:
                 assert i == n - 1
         assert taken == 5
-        assert not backend.ledger.failure_armed
+        assert backend.ledger.fail_in == 0
     backend.fail_allocation(1)
     backend.fail_allocation(0)
     backend.alloc(8)

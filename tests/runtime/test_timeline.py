@@ -9,7 +9,8 @@ import pytest
 
 from sparkrt.errors import EngineFatal
 from sparkrt.ops.operator import Operator
-from sparkrt.runtime import CaptureError, DeviceArray, HostBackend, MemoryFault, dtypes
+from sparkrt.runtime import CaptureError, DeviceArray, HostBackend, dtypes
+from sparkrt.runtime.backend import MemoryFault
 
 
 def _scale(out: np.ndarray, x: np.ndarray, factor: float) -> None:
