@@ -1,3 +1,1 @@
 """What sequences remember on the device: paged keys and values, recurrent state by slot."""
-
-from __future__ import annotations

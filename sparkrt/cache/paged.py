@@ -1,22 +1,22 @@
 """`PagedKvCache`: keys and values in pages, in groups of layers that share a block table.
 
-A page holds `page_size` tokens of one layer, laid out [kv_head, token, head_dim]: the keys of one head are one stretch of
-memory. Block b of a group is page b in each of its layers. A group is one allocation [layer, K | V, page, kv_head, token,
-head_dim], so that copying a block is one pitched copy whatever the number of layers.
+Block b of a group is page b in each of its layers: `page_size` tokens as [kv_head, token, head_dim]. A group is one allocation
+[layer, K | V, page, kv_head, token, head_dim], so that copying a block is one pitched copy whatever the number of layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sparkrt.cache.blocks import BlockPool
-from sparkrt.errors import EngineFatal
+from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import NULL, DevicePtr, GpuBackend, Stream
+from sparkrt.runtime.backend import GpuBackend, Stream
 from sparkrt.runtime.dtypes import DType
+from sparkrt.runtime.owner import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,74 @@ class KvGroup:
         return 2 * len(self.layers) * self.page_bytes
 
     def nbytes(self, num_blocks: int) -> int:
-        """Of the group's allocation, dummy page included: for the memory plan."""
+        """Of the group's allocation, dummy page included."""
         return (num_blocks + 1) * self.block_bytes
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+
+class BlockPool:
+    """Which blocks of a group are free, and how many owners the others have. Plain counting, no memory.
+
+    A request is served from the smallest free run that holds it, so that a sequence's pages usually are one ascending run,
+    which readers may treat as contiguous memory, and holes that were just left, still warm, are filled first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = self.free_count = num_blocks
+        self._refs = np.zeros(num_blocks, np.int32)
+
+    def refcount(self, block: int) -> int:
+        """Owners of `block`; 0 is free."""
+        if not 0 <= block < self.num_blocks:
+            raise EngineFatal(f"cache block {block} of {self.num_blocks}")
+        return int(self._refs[block])
+
+    def alloc(self, n: int, after: int | None = None) -> list[int]:
+        """`n` blocks with one reference each, behind block `after` where that is free. CapacityError takes nothing."""
+        if n < 0:
+            raise ValueError(f"{n} blocks wanted")
+        if n > self.free_count:
+            raise CapacityError(f"{n} cache blocks wanted, {self.free_count} of {self.num_blocks} are free")
+        taken: list[int] = []
+        while want := n - len(taken):
+            edges = np.flatnonzero(np.diff(self._refs == 0, prepend=False, append=False))
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
+            fitting = np.where(lengths < want, self.num_blocks + 1, lengths)
+            run = np.argmin(fitting) if lengths.max() >= want else np.argmax(lengths)
+            if after is not None and (behind := np.flatnonzero(starts == after + 1)).size:
+                run = behind[0]
+            start, stop = int(starts[run]), int(starts[run] + min(want, lengths[run]))
+            self._refs[start:stop] = 1
+            taken.extend(range(start, stop))
+        self.free_count -= n
+        return taken
+
+    def incref(self, block: int) -> None:
+        """One more owner. Raises EngineFatal on a free block: its contents belong to nobody."""
+        if not self.refcount(block):
+            raise EngineFatal(f"cache block {block} is free and cannot be shared")
+        self._refs[block] += 1
+
+    def decref(self, block: int) -> bool:
+        """One owner less; True when that was the last and the block is free now. Raises EngineFatal on a free block."""
+        refs = self.refcount(block)
+        if not refs:
+            raise EngineFatal(f"cache block {block} is released more often than it was taken")
+        self._refs[block] = refs - 1
+        self.free_count += refs == 1
+        return refs == 1
+
+    def check_integrity(self, owned: Iterable[int]) -> None:
+        """`owned` lists a block once per owner. Raises EngineFatal unless free + owned = total and every count agrees."""
+        held, total = Counter(owned), self.num_blocks
+        if outside := sorted(b for b in held if not 0 <= b < total):
+            raise EngineFatal(f"cache blocks {outside[:8]} are held, of {total} that exist")
+        if wrong := [f"{b}: {refs} counted, {held[b]} held" for b, refs in enumerate(self._refs.tolist()) if refs != held[b]]:
+            raise EngineFatal(f"{len(wrong)} of {total} cache blocks are miscounted ({', '.join(wrong[:8])})")
+        if self.free_count + len(held) != total:
+            raise EngineFatal(f"{self.free_count} cache blocks free, {len(held)} held of {total}")
 
 
 class PagedKvCache:
@@ -58,13 +121,10 @@ class PagedKvCache:
     def __init__(self, backend: GpuBackend, groups: Sequence[KvGroup], num_blocks: int) -> None:
         """Raises OutOfMemory; what was taken until then is given back."""
         self.groups = tuple(groups)
-        self.num_blocks = num_blocks
-        self.dummy_block = num_blocks
+        self.num_blocks = self.dummy_block = num_blocks
         self.pools = tuple(BlockPool(num_blocks) for _ in groups)
-        self._backend = backend
-        self._bases: list[DevicePtr] = []
-        self._k: dict[int, DeviceArray] = {}
-        self._v: dict[int, DeviceArray] = {}
+        self._owner = Owner(backend)
+        self._kv: dict[int, list[DeviceArray]] = {}  # K and V by layer
         try:
             for group in self.groups:
                 self._allocate(group)
@@ -78,77 +138,57 @@ class PagedKvCache:
         return min((pool.free_count for pool in self.pools), default=0)
 
     def k(self, layer: int) -> DeviceArray:
-        """Keys of a layer: [num_blocks + 1, kv_heads, page_size, head_dim]."""
-        return self._k[layer]
+        """Keys of a layer: [num_blocks + 1, kv_heads, page_size, head_dim]; `v` are its values, shaped alike."""
+        return self._kv[layer][0]
 
     def v(self, layer: int) -> DeviceArray:
-        """Values of a layer, shaped as the keys."""
-        return self._v[layer]
+        return self._kv[layer][1]
 
     def new_table(self, group: int = 0) -> BlockTable:
-        """An empty table for one sequence."""
         return BlockTable(self, group)
 
     def copy_block(self, group: int, src: int, dst: int, stream: Stream | None = None) -> None:
         """Copy one block, K and V in all layers, on the device."""
         g = self.groups[group]
-        if not g.layers:
-            return
-        pitch = (self.num_blocks + 1) * g.page_bytes
-        base = self._bases[group]
-        self._backend.copy_d2d_2d(
-            *(base.offset(dst * g.page_bytes), pitch, base.offset(src * g.page_bytes), pitch),
-            *(g.page_bytes, 2 * len(g.layers), stream),
-        )
+        if g.layers:
+            base, pitch = self.k(g.layers[0]).ptr, (self.num_blocks + 1) * g.page_bytes
+            to, source = base.offset(dst * g.page_bytes), base.offset(src * g.page_bytes)
+            self._owner.backend.copy_d2d_2d(to, pitch, source, pitch, g.page_bytes, 2 * len(g.layers), stream)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """free + owned = total in every group, when `tables` are all there are. Raises EngineFatal otherwise."""
+        """Raises EngineFatal unless free + owned = total in every group, `tables` being all there are."""
         live = list(tables)
         for i, pool in enumerate(self.pools):
             pool.check_integrity(block for table in live if table.group == i for block in table.blocks)
 
     def close(self) -> None:
         """Free the memory; a second call does nothing."""
-        while self._bases:
-            if base := self._bases.pop():
-                self._backend.free(base)
-        self._k.clear()
-        self._v.clear()
+        self._owner.close()
 
     def _allocate(self, group: KvGroup) -> None:
         if not group.layers:
-            self._bases.append(NULL)
             return
-        taken = self._k.keys() & set(group.layers)
+        taken = self._kv.keys() & set(group.layers)
         if taken or len(set(group.layers)) < len(group.layers):
             raise ValueError(f"layers {sorted(taken) or list(group.layers)} are in the cache twice")
-        pages = self.num_blocks + 1
-        shape = (pages, group.kv_heads, group.page_size, group.head_dim)
-        base = self._backend.alloc(group.nbytes(self.num_blocks), f"kv cache of {len(group.layers)} layers")
-        self._bases.append(base)
-        for i, layer in enumerate(group.layers):
-            for j, arrays in enumerate((self._k, self._v)):
-                start = base.offset((2 * i + j) * pages * group.page_bytes)
-                arrays[layer] = self._backend.array(start, group.dtype, shape)
-                # Padding rows read the dummy page: zeros keep them finite, whatever the memory held before.
-                self._backend.memset(start.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
+        backend, pages = self._owner.backend, self.num_blocks + 1
+        base = self._owner.alloc(group.nbytes(self.num_blocks), f"kv cache of {len(group.layers)} layers")
+        for i in range(2 * len(group.layers)):
+            start, shape = base.offset(i * pages * group.page_bytes), (pages, group.kv_heads, group.page_size, group.head_dim)
+            self._kv.setdefault(group.layers[i // 2], []).append(backend.array(start, group.dtype, shape))
+            # Padding rows read the dummy page: zeros keep them finite, whatever the memory held before.
+            backend.memset(start.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
 
 
 class BlockTable:
     """The blocks of one sequence in one group, in token order. `shared` of them, from the first, may have other owners."""
 
-    __slots__ = ("_cache", "_pool", "blocks", "group", "shared")
+    __slots__ = ("_cache", "_pool", "blocks", "group", "page_size", "shared")
 
     def __init__(self, cache: PagedKvCache, group: int) -> None:
-        self.group = group
+        self.group, self.shared, self.page_size = group, 0, cache.groups[group].page_size
         self.blocks: list[int] = []
-        self.shared = 0
-        self._cache = cache
-        self._pool = cache.pools[group]
-
-    @property
-    def page_size(self) -> int:
-        return self._cache.groups[self.group].page_size
+        self._cache, self._pool = cache, cache.pools[group]
 
     @property
     def capacity(self) -> int:
@@ -165,38 +205,34 @@ class BlockTable:
         """Where tokens [start, stop) are written: int32 page · page_size + offset, and -1 (do not write) in shared pages."""
         if not 0 <= start <= stop <= self.capacity:
             raise EngineFatal(f"tokens {start}:{stop} of a block table for {self.capacity}")
-        positions = np.arange(start, stop, dtype=np.int32)
-        page = positions // self.page_size
-        slots = np.asarray(self.blocks, np.int32)[page] * self.page_size + positions % self.page_size
+        page, offset = np.divmod(np.arange(start, stop, dtype=np.int32), np.int32(self.page_size))
+        slots = np.asarray(self.blocks, np.int32)[page] * self.page_size + offset
         return np.where(page < self.shared, np.int32(-1), slots)
 
     def fork(self, kv_valid_tokens: int, stream: Stream | None = None) -> BlockTable:
-        """A second table of the same first `kv_valid_tokens`: full pages are shared, the rest of them is copied into one page.
+        """A second table of the same first `kv_valid_tokens`: full pages are shared, the rest, still written to, is copied.
 
-        Only tokens whose KV is written, or will be earlier in the order of `stream`, may be named; a page that is not full
-        is still being written to and never shared. Raises CapacityError, changing nothing, when there is no page for the rest.
+        Only tokens whose KV is written, or will be earlier in the order of `stream`, may be named. CapacityError changes nothing.
         """
         if not 0 <= kv_valid_tokens <= self.capacity:
             raise EngineFatal(f"fork after {kv_valid_tokens} tokens of a block table for {self.capacity}")
         full, rest = divmod(kv_valid_tokens, self.page_size)
-        tail = self._pool.alloc(1 if rest else 0)
+        twin = BlockTable(self._cache, self.group)
+        twin.blocks = self._pool.alloc(1 if rest else 0)
         try:
-            for block in tail:
+            for block in twin.blocks:
                 self._cache.copy_block(self.group, self.blocks[full], block, stream)
         except BaseException:
-            for block in tail:
-                self._pool.decref(block)
+            twin.release()
             raise
         for block in self.blocks[:full]:
             self._pool.incref(block)
-        twin = BlockTable(self._cache, self.group)
-        twin.blocks = self.blocks[:full] + tail
-        twin.shared = full
-        self.shared = max(self.shared, full)
+        twin.blocks[:0] = self.blocks[:full]
+        twin.shared, self.shared = full, max(self.shared, full)
         return twin
 
     def release(self) -> None:
-        """Give every block back. A table without blocks has nothing to give, so a second call does nothing."""
+        """Give every block back; a second call does nothing."""
         blocks, self.blocks, self.shared = self.blocks, [], 0
         for block in blocks:
             self._pool.decref(block)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sparkrt.cache.blocks import BlockPool
+from sparkrt.cache.paged import BlockPool
 from sparkrt.errors import CapacityError, EngineFatal
 
 
@@ -104,8 +104,8 @@ def test_integrity_sees_every_miscount() -> None:
     ):
         with pytest.raises(EngineFatal, match=message):
             pool.check_integrity(owned)
-    pool._lengths[2] = 1  # a block that is neither free nor owned
-    with pytest.raises(EngineFatal, match="free list of 1"):
+    pool.free_count -= 1  # a block that is neither free nor owned
+    with pytest.raises(EngineFatal, match="1 cache blocks free, 2 held of 4"):
         pool.check_integrity([a, b])
 
 
