@@ -17,7 +17,7 @@ from sparkrt.model.keys import ConfigKeys, read_json
 from sparkrt.model.loading.dummy import DummySource
 from sparkrt.model.loading.safetensors import SafetensorsStore
 from sparkrt.model.loading.store import PLAIN, TensorStore
-from sparkrt.model.names import Layout, gguf_layout, huggingface_layout, recipes
+from sparkrt.model.names import Layout, gguf_layout, recipes, safetensors_layout
 from sparkrt.model.source import CheckpointSource, WeightSource
 from sparkrt.model.spec import expected_tensors, mtp_tensors
 
@@ -57,7 +57,16 @@ def open_checkpoint(
     is_gguf = path.is_file()
     if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
         raise LoadError(f"{path}: load format {load_format} was asked for, but this is {'a GGUF file' if is_gguf else 'not one'}")
-    return _open_gguf(path, dummy, seed) if is_gguf else _open_folder(path, dummy, seed)
+    config, generation, tied, store = _read_gguf(path) if is_gguf else _read_folder(path, dummy)
+    source: WeightSource
+    if store is None or dummy:
+        config = replace(config, dtype=config.dtype or "bfloat16")
+        source = DummySource(config, seed)
+    else:
+        config, source = _assemble(
+            config, store, gguf_layout(config.num_layers) if is_gguf else safetensors_layout(store.tensors), tied
+        )
+    return Checkpoint(config, source, None if is_gguf else path, generation, getattr(store, "metadata", None))
 
 
 def _locate(model: str, revision: str | None, *, weights: bool) -> Path:
@@ -90,17 +99,20 @@ def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except errors.GatedRepoError as error:
-        raise LoadError(f"{model}: the repository is gated; accept its terms on the hub and set HF_TOKEN") from error
-    except errors.RepositoryNotFoundError as error:
-        raise LoadError(f"{model}: neither a folder here nor a repository on the hub (a private one needs HF_TOKEN)") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise LoadError(f"{model}: neither a folder here nor in the hub's cache, and the hub cannot be reached") from error
+    except errors.RepositoryNotFoundError as error:  # gated ones, too
+        raise LoadError(
+            f"{model}: neither a folder here nor to be had from the hub; a private or gated one needs HF_TOKEN"
+        ) from error
     except (OSError, ValueError) as error:  # the client's other errors are of these kinds
         raise LoadError(f"{model}: cannot be fetched from the hub: {error}") from error
 
 
-def _open_folder(folder: Path, dummy: bool, seed: int) -> Checkpoint:
+_Read = tuple[ModelConfig, dict[str, object], tuple[bool, ...], TensorStore | None]  # with generation_config and tie flags
+
+
+def _read_folder(folder: Path, dummy: bool) -> _Read:
     keys = ConfigKeys(read_json(folder / "config.json"), str(folder / "config.json"))
     family = family_of(keys)
     for level in levels(keys):
@@ -110,37 +122,21 @@ def _open_folder(folder: Path, dummy: bool, seed: int) -> Checkpoint:
     config = read_config(family, keys)
     stop_ids = (*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids)
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(stop_ids)))
-    if dummy:
-        return _dummy(config, seed, folder, generation)
-    store = SafetensorsStore(folder)
-    config, source = _assemble(config, store, huggingface_layout(store.tensors), tie_flags(keys))
-    return Checkpoint(config, source, folder, generation)
+    return config, generation, tie_flags(keys), None if dummy else SafetensorsStore(folder)
 
 
-def _open_gguf(path: Path, dummy: bool, seed: int) -> Checkpoint:
+def _read_gguf(path: Path) -> _Read:
     # imported here: the package takes 50 ms, and most start-ups are of folders
     from sparkrt.model.loading.gguf import GgufStore
-    from sparkrt.model.loading.gguf_config import gguf_config, gguf_generation_config, rope_divisors
+    from sparkrt.model.loading.gguf_config import gguf_config, rope_divisors
 
     store = GgufStore(path)
-    keys = gguf_config(store)
+    keys, generation = gguf_config(store)
     config = read_config(family_of(keys), keys)
     rope = replace(config.attention.rope, freq_divisors=rope_divisors(store, config.attention.rope.rotary_dim))
     # converters add the 1 of zero-centred norms to the weights
     config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
-    generation, layout = gguf_generation_config(store), gguf_layout(config.num_layers)
-    if dummy:
-        config = replace(config, tie_word_embeddings=layout.top["lm_head"] not in store.tensors)
-        return _dummy(config, seed, None, generation, store.metadata)
-    config, source = _assemble(config, store, layout, (True,))
-    return Checkpoint(config, source, None, generation, store.metadata)
-
-
-def _dummy(
-    config: ModelConfig, seed: int, folder: Path | None, generation: dict[str, object], gguf: Mapping[str, object] | None = None
-) -> Checkpoint:
-    config = replace(config, dtype=config.dtype or "bfloat16")
-    return Checkpoint(config, DummySource(config, seed), folder, generation, gguf)
+    return config, generation, tie_flags(keys), store
 
 
 def _assemble(
@@ -149,24 +145,22 @@ def _assemble(
     """The configuration with what only the tensors tell (tied embeddings, MTP, dtype), and the checked source."""
     config = replace(config, tie_word_embeddings=_is_tied(store, layout, tied))
     if not config.dtype:
-        embedding = store.tensors.get(layout.top["embed"])
+        embedding = store.tensors.get(layout.places["embed"])
         config = replace(config, dtype=PLAIN.get(embedding.kind if embedding else "", PLAIN["BF16"]).name)
-    shapes = expected_tensors(config)
-    made = recipes(shapes, config, layout, store.tensors)
-    if layout.top["mtp.fc"] in store.tensors:
+    made = recipes(expected_tensors(config), config, layout, store.tensors)
+    if layout.places["mtp.fc"] in store.tensors:
         with_mtp = replace(config, mtp_layers=1)
-        extra = mtp_tensors(with_mtp)
-        extra_made = recipes(extra, with_mtp, layout, store.tensors)
+        extra_made = recipes(mtp_tensors(with_mtp), with_mtp, layout, store.tensors)
         if all(name in store.tensors for recipe in extra_made.values() for name in recipe.names):
-            config, shapes, made = with_mtp, shapes | extra, made | extra_made
+            config, made = with_mtp, made | extra_made
         else:
             _log.warning("%s: the multi-token-prediction module is incomplete and will not be used", store.origin)
-    return config, CheckpointSource(store, config, made, shapes, layout.known)
+    return config, CheckpointSource(store, made, layout.known)
 
 
 def _is_tied(store: TensorStore, layout: Layout, tied: tuple[bool, ...]) -> bool:
     """Whether the embedding serves as output head. An output head that is there is used, whatever the configuration says."""
-    head = layout.top["lm_head"]
+    head = layout.places["lm_head"]
     present = head in store.tensors
     if len(set(tied)) > 1:
         used = f"{head} is there and will be used" if present else f"{head} is missing, the embedding is used"

@@ -13,17 +13,15 @@ from sparkrt.model.keys import ConfigKeys
 
 MAX_LAYERS = 4096  # refuses a corrupt count before anything of its size is made
 _MIXERS = {"full_attention": "attention", "linear_attention": "gdn"}
-_DTYPES = ("bfloat16", "float16", "float32")
 _ROPE_KINDS = {"default": "default", "mrope": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of model: the names it goes by (architectures, GGUF's too, then model types), and what no key tells."""
+    """One kind of model: what `architectures` and `model_type` call it, GGUF files too, and what no key tells."""
 
     name: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
+    known_as: str  # with spaces between
     hybrid: bool = False  # gated delta nets beside gated attention, and zero-centred norms
     experts: bool = False
     qk_norm: bool = False
@@ -32,38 +30,27 @@ class Family:
 
 
 _QWEN3_5 = (
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration "
+    "qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe qwen35 qwen35moe"
 )
-_QWEN3_5_TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-_HYBRID: dict[str, Any] = {"hybrid": True, "experts": True, "qk_norm": True, "head_dim": 256}
+_QWEN3 = "Qwen3ForCausalLM Qwen3MoeForCausalLM qwen3 qwen3_moe qwen3moe"
 FAMILIES = (
-    Family("qwen3_5", (*_QWEN3_5, "qwen35", "qwen35moe"), _QWEN3_5_TYPES, **_HYBRID),
-    Family("qwen3_next", ("Qwen3NextForCausalLM", "qwen3next"), ("qwen3_next",), **_HYBRID),
-    Family(
-        "qwen3",
-        ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "qwen3", "qwen3moe"),
-        ("qwen3", "qwen3_moe"),
-        experts=True,
-        qk_norm=True,
-        head_dim=128,
-    ),
-    Family("qwen2", ("Qwen2ForCausalLM", "qwen2"), ("qwen2",), qkv_bias=True),
-    Family("llama", ("LlamaForCausalLM", "llama"), ("llama",)),
+    Family("qwen3_5", _QWEN3_5, hybrid=True, experts=True, qk_norm=True, head_dim=256),
+    Family("qwen3_next", "Qwen3NextForCausalLM qwen3_next qwen3next", hybrid=True, experts=True, qk_norm=True, head_dim=256),
+    Family("qwen3", _QWEN3, experts=True, qk_norm=True, head_dim=128),
+    Family("qwen2", "Qwen2ForCausalLM qwen2", qkv_bias=True),
+    Family("llama", "LlamaForCausalLM llama"),
 )
 
 
 def family_of(keys: ConfigKeys) -> Family:
     """The family of a configuration: by `architectures`, which tells a classifier from a decoder, else by `model_type`."""
     names = keys.texts("architectures")
+    key, found = ("architectures", names[0]) if names else ("model_type", keys.text("model_type"))
     for family in FAMILIES:
-        if (names and names[0] in family.architectures) or (not names and keys.values.get("model_type") in family.model_types):
+        if found in family.known_as.split():
             return family
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    key, found = ("architectures", names[0]) if names else ("model_type", keys.values.get("model_type"))
-    raise keys.fault(key, f"is {found!r}, which cannot be served. Supported: {supported}")
+    raise keys.fault(key, f"is {found!r}, which cannot be served. Supported: {' '.join(f.known_as for f in FAMILIES)}")
 
 
 def levels(root: ConfigKeys) -> tuple[ConfigKeys, ...]:
@@ -89,7 +76,11 @@ def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
     if text.flag("use_sliding_window", False) and windowed and "sliding_window" in text:
         raise text.fault("use_sliding_window", "is true: sliding-window attention cannot be served yet")
     attention, limit = _attention(family, text)
-    ids = {key: [i for keys in both for i in keys.integers(f"{key}_token_id")] for key in ("eos", "bos", "pad")}
+    eos, bos, pad = ([i for keys in both for i in keys.integers(f"{key}_token_id")] for key in ("eos", "bos", "pad"))
+    dtypes = [(keys, key) for keys in reversed(both) for key in ("dtype", "torch_dtype") if key in keys]
+    dtype = dtypes[0][0].text(dtypes[0][1]).removeprefix("torch.") if dtypes else ""
+    if dtype not in ("", "bfloat16", "float16", "float32"):
+        raise dtypes[0][0].fault(dtypes[0][1], f"is {dtype!r}, expected bfloat16, float16 or float32")
     return ModelConfig(
         family=family.name,
         architecture=names[0] if names else root.text("model_type"),
@@ -104,18 +95,11 @@ def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
         moe=moe,
         intermediate_size=text.integer("intermediate_size") if any(layer.mlp == "dense" for layer in layers) else 0,
         tie_word_embeddings=next(iter(tie_flags(root)), False),
-        eos_token_ids=tuple(dict.fromkeys(ids["eos"])),
-        bos_token_id=next(iter(ids["bos"]), None),
-        pad_token_id=next(iter(ids["pad"]), None),
-        dtype=next((_dtype(keys, key) for keys in reversed(both) for key in ("dtype", "torch_dtype") if key in keys), ""),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=next(iter(bos), None),
+        pad_token_id=next(iter(pad), None),
+        dtype=dtype,
     )
-
-
-def _dtype(keys: ConfigKeys, key: str) -> str:
-    name = keys.text(key).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise keys.fault(key, f"is {name!r}, expected {', '.join(_DTYPES)}")
-    return name
 
 
 def _attention(family: Family, text: ConfigKeys) -> tuple[AttentionConfig, int]:
@@ -156,20 +140,12 @@ def _rope(text: ConfigKeys, head_dim: int, default_fraction: float) -> tuple[Rop
     factor = rope.number("factor") if kind != "default" else 1.0
     original = rope.integer("original_max_position_embeddings", text.integer("original_max_position_embeddings", limit))
     theta = rope.number("rope_theta", text.number("rope_theta", 1e4))
-    optional: dict[str, Any] = {
-        key: rope.number(key, zero=key in ("attention_factor", "mscale", "mscale_all_dim"))
-        for key in (
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if key in rope
-    }
-    settings = RopeConfig(theta, rotary_dim, kind, factor, original, truncate=rope.flag("truncate", True), **optional)
+    bands, factors = (
+        ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+        ("attention_factor", "mscale", "mscale_all_dim"),
+    )
+    more: dict[str, Any] = {key: rope.number(key, zero=key in factors) for key in (*bands, *factors) if key in rope}
+    settings = RopeConfig(theta, rotary_dim, kind, factor, original, truncate=rope.flag("truncate", True), **more)
     if kind == "llama3" and settings.high_freq_factor <= settings.low_freq_factor:
         raise rope.fault("high_freq_factor", f"must be above low_freq_factor ({settings.low_freq_factor})")
     return settings, limit if kind == "default" else max(limit, int(original * factor))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from sparkrt.errors import LoadError
-from sparkrt.model.config import ModelConfig
 from sparkrt.model.loading.store import TensorStore
-from sparkrt.model.names import Recipe, Shape
+
+Shape = tuple[int, ...]
+Change = Callable[[np.ndarray], np.ndarray]
 
 
 class WeightSource(Protocol):
@@ -36,68 +38,74 @@ class WeightSource(Protocol):
         """Let go of the files. Arrays handed out stay valid."""
 
 
-class CheckpointSource:
-    """A `WeightSource` over a store. Raises LoadError, naming file and tensor, where the two do not fit.
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a canonical tensor of `shape` is made of the tensors `names`, each of the shape `stored`.
 
-    `recipes` and `shapes` go by canonical name. Stored tensors that `known` matches, and empty ones, may be there without being
-    used; any other is a fault.
+    One is taken as it is or with a `change`. Several lie one after another along axis 1, expert by expert if they have no axis 0.
     """
 
-    def __init__(
-        self,
-        store: TensorStore,
-        config: ModelConfig,
-        recipes: Mapping[str, Recipe],
-        shapes: Mapping[str, Shape],
-        known: re.Pattern[str],
-    ) -> None:
-        self._store, self._config, self._recipes, self._shapes = store, config, recipes, shapes
+    shape: Shape
+    names: tuple[str, ...]
+    stored: Shape
+    change: Change | None = None
+
+    def read(self, store: TensorStore, rows: slice) -> np.ndarray:
+        if self.change is not None:
+            return self.change(store.read(self.names[0]))[rows]
+        experts = len(self.stored) < len(self.shape)
+        if len(self.names) == 1 and not experts:
+            return store.read(self.names[0], rows)
+        parts = len(self.names) // (self.shape[0] if experts else 1)
+        out = np.empty((rows.stop - rows.start, *self.shape[1:]), np.result_type(*{store.dtype(name) for name in self.names}))
+        for i, part in enumerate(np.split(out, parts, axis=1)):  # views
+            if experts:
+                for matrix, name in zip(part, self.names[i::parts][rows], strict=True):
+                    matrix[...] = store.read(name)
+            else:
+                part[...] = store.read(self.names[i], rows)
+        return out
+
+
+class CheckpointSource:
+    """A `WeightSource` over a store. Raises LoadError, naming file and tensor, where it is not what the recipes need.
+
+    Stored tensors that `known` matches, and empty ones, may be there without being used; any other is a fault.
+    """
+
+    def __init__(self, store: TensorStore, recipes: Mapping[str, Recipe], known: re.Pattern[str]) -> None:
+        self._store, self._recipes, used = store, recipes, set[str]()
         for recipe in recipes.values():
-            _check(store, recipe)
-        used = {name for recipe in recipes.values() for name in recipe.names}
-        extra = sorted(n for n in store.tensors.keys() - used if not known.search(n) and 0 not in store.tensors[n].shape)
+            if missing := [name for name in recipe.names if name not in store.tensors]:
+                raise LoadError(f"{store.origin}: tensor {missing[0]} is missing{_more(missing)}")
+            for tensor in map(store.tensors.__getitem__, recipe.names):
+                fault = f"{tensor.file}: tensor {tensor.name} has"
+                if tensor.shape != recipe.stored:
+                    raise LoadError(f"{fault} shape {list(tensor.shape)}, expected {list(recipe.stored)}")
+                if tensor.kind not in store.kinds:
+                    raise LoadError(f"{fault} dtype {tensor.kind}, expected {', '.join(store.kinds)}")
+            used.update(recipe.names)
+        extra = sorted(
+            name for name, t in store.tensors.items() if name not in used and not known.search(name) and 0 not in t.shape
+        )
         if extra:
             file = store.tensors[extra[0]].file
             raise LoadError(f"{file}: tensor {extra[0]} belongs to no layer of this configuration{_more(extra)}")
 
     def names(self) -> set[str]:
-        return set(self._shapes)
+        return set(self._recipes)
 
     def shape(self, name: str) -> Shape:
-        return self._shapes[name]
+        return self._recipes[name].shape
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
-        store, recipe, shape = self._store, self._recipes[name], self._shapes[name]
-        start, stop, step = (rows or slice(None)).indices(shape[0])
+        recipe = self._recipes[name]
+        start, stop, step = (rows or slice(None)).indices(recipe.shape[0])
         assert step == 1, "rows are a range"
-        rows = slice(start, max(start, stop))
-        if recipe.change is not None:
-            return recipe.change(store.read(recipe.names[0]), self._config)[rows]
-        if not recipe.stacked and recipe.parts == 1:
-            return store.read(recipe.names[0], rows)
-        out = np.empty((rows.stop - start, *shape[1:]), np.result_type(*{store.dtype(n) for n in recipe.names}))
-        for i, part in enumerate(np.split(out, recipe.parts, axis=1)):  # views
-            if recipe.stacked:
-                for row, stored in zip(part, recipe.names[i :: recipe.parts][rows], strict=True):
-                    row[...] = store.read(stored)
-            else:
-                part[...] = store.read(recipe.names[i], rows)
-        return out
+        return recipe.read(self._store, slice(start, max(start, stop)))
 
     def close(self) -> None:
         self._store.close()
-
-
-def _check(store: TensorStore, recipe: Recipe) -> None:
-    """Every stored tensor of a recipe must be there, of its shape and readable."""
-    if missing := [name for name in recipe.names if name not in store.tensors]:
-        raise LoadError(f"{store.origin}: tensor {missing[0]} is missing{_more(missing)}")
-    for name in recipe.names:
-        tensor = store.tensors[name]
-        if tensor.shape != recipe.shape:
-            raise LoadError(f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, expected {list(recipe.shape)}")
-        if tensor.kind not in store.kinds:
-            raise LoadError(f"{tensor.file}: tensor {name} has dtype {tensor.kind}, expected {', '.join(store.kinds)}")
 
 
 def _more(names: list[str]) -> str:

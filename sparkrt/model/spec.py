@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkrt.model.config import AttentionConfig, GdnConfig, LayerConfig, ModelConfig, MoeConfig
+from sparkrt.model.config import LayerConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -19,51 +19,32 @@ def expected_tensors(config: ModelConfig) -> Shapes:
 
 def mtp_tensors(config: ModelConfig) -> Shapes:
     """The multi-token-prediction module's tensors: one attention layer of the model's own MLP kind. Empty without one."""
-    if not config.mtp_layers:
-        return {}
-    hidden, layer = config.hidden_size, LayerConfig("attention", "moe" if config.moe is not None else "dense")
-    shapes: Shapes = {"mtp.fc": (hidden, 2 * hidden)}
-    shapes |= {f"mtp.{name}": (hidden,) for name in ("embed_norm", "hidden_norm", "norm")}
-    for i in range(config.mtp_layers):
-        shapes |= _layer(config, layer, f"mtp.layers.{i}.")
-    return shapes
+    hidden, layer = config.hidden_size, LayerConfig("attention", "dense" if config.moe is None else "moe")
+    own: Shapes = {"mtp.fc": (hidden, 2 * hidden)} | {f"mtp.{name}": (hidden,) for name in ("embed_norm", "hidden_norm", "norm")}
+    return own | _layer(config, layer, "mtp.layers.0.") if config.mtp_layers else {}
 
 
 def _layer(config: ModelConfig, layer: LayerConfig, prefix: str) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, a, g, m = config.hidden_size, config.intermediate_size, config.attention, config.gdn, config.moe
     shapes: Shapes = {"input_norm": (hidden,), "post_norm": (hidden,)}
-    shapes |= _attention(config.attention, hidden) if layer.mixer == "attention" else _gdn(config.gdn, hidden)
-    if layer.mlp == "dense":
-        shapes |= {"mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner)}
+    if layer.mixer == "gdn" and g is not None:
+        shapes |= {"gdn.qkv": (g.conv_channels, hidden), "gdn.z": (g.value_size, hidden)}
+        shapes |= {"gdn.b": (g.num_v_heads, hidden), "gdn.a": (g.num_v_heads, hidden)}
+        shapes |= {"gdn.conv": (g.conv_channels, g.conv_kernel), "gdn.A_log": (g.num_v_heads,), "gdn.dt_bias": (g.num_v_heads,)}
+        shapes |= {"gdn.norm": (g.v_dim,), "gdn.out": (hidden, g.value_size)}
     else:
-        shapes |= _moe(config.moe, hidden)
+        out, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        q = 2 * out if a.gated else out
+        shapes |= {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, out)}
+        shapes |= {"attn.q_norm": (a.head_dim,), "attn.k_norm": (a.head_dim,)} if a.qk_norm else {}
+        shapes |= {"attn.q_bias": (q,), "attn.k_bias": (kv,), "attn.v_bias": (kv,)} if a.qkv_bias else {}
+        shapes |= {"attn.o_bias": (hidden,)} if a.o_bias else {}
+    if layer.mlp == "moe" and m is not None:
+        e, width, shared = m.num_experts, m.intermediate_size, m.shared_intermediate_size
+        shapes |= {"moe.router": (e, hidden), "moe.gate_up": (e, 2 * width, hidden), "moe.down": (e, hidden, width)}
+        if shared:
+            shapes |= {"moe.shared_gate_proj": (shared, hidden), "moe.shared_up_proj": (shared, hidden)}
+            shapes |= {"moe.shared_down_proj": (hidden, shared), "moe.shared_gate": (1, hidden)}
+    else:
+        shapes |= {"mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner)}
     return {prefix + name: shape for name, shape in shapes.items()}
-
-
-def _attention(c: AttentionConfig, hidden: int) -> Shapes:
-    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    q = heads * 2 if c.gated else heads
-    shapes: Shapes = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, heads)}
-    if c.qk_norm:
-        shapes |= {"attn.q_norm": (c.head_dim,), "attn.k_norm": (c.head_dim,)}
-    if c.qkv_bias:
-        shapes |= {"attn.q_bias": (q,), "attn.k_bias": (kv,), "attn.v_bias": (kv,)}
-    return shapes | ({"attn.o_bias": (hidden,)} if c.o_bias else {})
-
-
-def _gdn(c: GdnConfig | None, hidden: int) -> Shapes:
-    assert c is not None
-    heads, channels, values = c.num_v_heads, c.conv_channels, c.value_size
-    shapes: Shapes = {"qkv": (channels, hidden), "z": (values, hidden), "b": (heads, hidden), "a": (heads, hidden)}
-    shapes |= {"conv": (channels, c.conv_kernel), "A_log": (heads,), "dt_bias": (heads,), "norm": (c.v_dim,)}
-    return {f"gdn.{name}": shape for name, shape in (shapes | {"out": (hidden, values)}).items()}
-
-
-def _moe(c: MoeConfig | None, hidden: int) -> Shapes:
-    assert c is not None
-    experts, inner, shared = c.num_experts, c.intermediate_size, c.shared_intermediate_size
-    shapes: Shapes = {"router": (experts, hidden), "gate_up": (experts, 2 * inner, hidden), "down": (experts, hidden, inner)}
-    if shared:
-        shapes |= {"shared_gate_proj": (shared, hidden), "shared_up_proj": (shared, hidden)}
-        shapes |= {"shared_down_proj": (hidden, shared), "shared_gate": (1, hidden)}
-    return {f"moe.{name}": shape for name, shape in shapes.items()}

@@ -7,6 +7,7 @@ The `gguf` package dequantizes for us, but its reader takes 3 s for a vocabulary
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,31 +35,31 @@ class GgufStore(TensorStore):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, [path])
-        self.metadata: dict[str, object] = {}
         header = _Header(path, self._maps[path].data)
         if bytes(header.take(4)) != b"GGUF":
             header.fail("not a GGUF file")
         if (version := header.scalar("I")) not in (2, 3):
             header.fail(f"GGUF version {version} (or big-endian) cannot be read, only little-endian 2 and 3")
         num_tensors, num_keys = header.count(_MIN_TENSOR), header.count(_MIN_KEY)
+        self.metadata: dict[str, object] = {}
         for _ in range(num_keys):
             key = header.string()
             if key in self.metadata:
                 header.fail(f"key {key} occurs twice")
             self.metadata[key] = header.value(key)
-        entries = [header.entry() for _ in range(num_tensors)]
+        tensors = [header.tensor() for _ in range(num_tensors)]  # their offsets count from what comes next
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             header.fail(f"general.alignment must be a power of two, not {alignment!r}")
         position = begin = -(-header.at // alignment) * alignment
-        for name, code, shape, offset in entries:
-            if name in self.tensors:
-                header.fail(f"tensor {name} occurs twice")
-            self.tensors[name] = header.place(name, code, shape, begin + offset)
-        for tensor in sorted(self.tensors.values(), key=lambda t: (t.start, t.stop)):
-            if tensor.start < position:
-                header.fail(f"tensor {tensor.name} overlaps the one before it")
-            position = tensor.stop
+        for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
+            start, stop = begin + tensor.start, begin + tensor.stop
+            if stop > header.size:
+                header.fail(f"truncated: {header.size} bytes, but tensor {tensor.name} ends at {stop}")
+            if start < position or tensor.name in self.tensors:
+                header.fail(f"tensor {tensor.name} overlaps the one before it, or occurs twice")
+            self.tensors[tensor.name] = replace(tensor, start=start, stop=stop)
+            position = stop
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows along axis 0; a view of the mapped file where the tensor is not quantized."""
@@ -75,15 +76,15 @@ class _Header:
     """A cursor in a file; nothing that it reads is believed to fit into the file."""
 
     def __init__(self, path: Path, content: memoryview) -> None:
-        self._path, self._content, self.at = path, content, 0
+        self._path, self._content, self.size, self.at = path, content, len(content), 0
 
     def fail(self, problem: str) -> NoReturn:
         raise LoadError(f"{self._path}: {problem}")
 
     def take(self, count: int) -> memoryview:
         self.at += count
-        if self.at > len(self._content):
-            self.fail(f"truncated: {len(self._content)} bytes, but the header goes on")
+        if self.at > self.size:
+            self.fail(f"truncated: {self.size} bytes, but the header goes on")
         return self._content[self.at - count : self.at]
 
     def scalar(self, code: str) -> Any:
@@ -92,8 +93,8 @@ class _Header:
     def count(self, item_bytes: int) -> int:
         """A number of items to follow, believed only if so many fit into the rest of the file."""
         count = int(self.scalar("Q"))
-        if count * item_bytes > len(self._content) - self.at:
-            self.fail(f"truncated: {count} entries announced at byte {self.at}, but the file has {len(self._content)}")
+        if count * item_bytes > self.size - self.at:
+            self.fail(f"truncated: {count} entries announced at byte {self.at}, but the file has {self.size}")
         return count
 
     def string(self) -> str:
@@ -102,32 +103,26 @@ class _Header:
     def value(self, key: str) -> object:
         kind = self.scalar("I")
         item = self.scalar("I") if kind == _ARRAY else kind
-        if item != _STRING and item not in _SCALARS:
+        if item == _STRING:
+            return [self.string() for _ in range(self.count(8))] if kind == _ARRAY else self.string()
+        if (code := _SCALARS.get(item)) is None:
             self.fail(f"key {key} has a value of unknown type {item}")
         if kind != _ARRAY:
-            return self.string() if item == _STRING else self.scalar(_SCALARS[item])
-        if item == _STRING:
-            return [self.string() for _ in range(self.count(8))]
-        size = struct.calcsize(_SCALARS[item])
-        count = self.count(size)
-        return list(struct.unpack(f"<{count}{_SCALARS[item]}", self.take(count * size)))
+            return self.scalar(code)
+        count, size = self.count(struct.calcsize(code)), struct.calcsize(code)
+        return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
 
-    def entry(self) -> tuple[str, int, tuple[int, ...], int]:
-        """`(name, element type, shape, offset in the data)` of a tensor."""
+    def tensor(self) -> StoredTensor:
+        """An entry of the list of tensors, with bytes counted from the beginning of the data."""
         name, axes = self.string(), self.scalar("I")
         if axes > _MAX_AXES:
             self.fail(f"tensor {name} has {axes} axes")
         shape = tuple(self.scalar("Q") for _ in range(axes))[::-1]
-        return name, self.scalar("I"), shape, self.scalar("Q")
-
-    def place(self, name: str, code: int, shape: tuple[int, ...], start: int) -> StoredTensor:
+        code, start = self.scalar("I"), self.scalar("Q")
         if code not in list(GGMLQuantizationType):
             self.fail(f"tensor {name} has unknown element type {code}")
         kind = GGMLQuantizationType(code)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % block:
             self.fail(f"tensor {name}: rows of {shape[-1]} elements do not divide into {kind.name} blocks of {block}")
-        stop = start + prod(shape) // block * block_bytes
-        if stop > len(self._content):
-            self.fail(f"truncated: {len(self._content)} bytes, but tensor {name} ends at {stop}")
-        return StoredTensor(name, self._path, kind.name, shape, start, stop)
+        return StoredTensor(name, self._path, kind.name, shape, start, start + prod(shape) // block * block_bytes)

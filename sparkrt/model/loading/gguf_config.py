@@ -32,20 +32,18 @@ _KEYS = {
     "partial_rotary_factor": "rope.dimension_count",  # in channels
     "mtp_layers": "nextn_predict_layers",
 }
-_ROPE = {
-    "rope_type": "rope.scaling.type",
-    "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
-}
+_ROPE = {"rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length"}
+_ROPE |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
-def gguf_config(store: GgufStore) -> ConfigKeys:
-    """The configuration keys of a file. Raises LoadError, in the file's own words, where metadata and tensors disagree."""
+def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
+    """`(configuration keys, sampling defaults under the names of generation_config.json)`.
+
+    Raises LoadError, in the file's own words, where metadata and tensors disagree.
+    """
     meta, arch = store.metadata, str(store.metadata.get("general.architecture"))
-    aliases = {key: f"{arch}.{name}" for key, name in (_KEYS | _ROPE).items()} | {"architectures": "general.architecture"}
+    aliases = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | {"architectures": "general.architecture"}
     keys = ConfigKeys({key: meta.get(aliases[key]) for key in _KEYS}, str(store.origin), aliases=aliases)
     values = keys.values
     values["architectures"] = [arch]
@@ -73,21 +71,16 @@ def gguf_config(store: GgufStore) -> ConfigKeys:
         if inner % heads:
             raise keys.fault("linear_value_head_dim", f"of {inner} is no multiple of {heads} value heads")
         values["linear_value_head_dim"] = inner // heads
-    rope = {key: meta.get(aliases[key]) for key in _ROPE}
-    values["rope_parameters"] = rope | {"rope_type": None if rope["rope_type"] == "none" else rope["rope_type"]}
+    rope = {key: meta.get(f"{arch}.rope.scaling.{name}") for key, name in _ROPE.items()}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if value != "none"}
+    values["tie_word_embeddings"] = "output.weight" not in store.tensors
     if rotary_dim := keys.integer("partial_rotary_factor", 0, minimum=0):
         head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
         values["partial_rotary_factor"] = rotary_dim / head_dim
     for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
         values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
-    return keys
-
-
-def gguf_generation_config(store: GgufStore) -> dict[str, object]:
-    """The sampling defaults some files carry, under the names of generation_config.json."""
-    return {
-        ours: store.metadata[key] for ours, name in _SAMPLING.items() if (key := f"general.sampling.{name}") in store.metadata
-    }
+    found = {ours: meta.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
+    return keys, {key: value for key, value in found.items() if value is not None}
 
 
 def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
