@@ -31,7 +31,7 @@ from sparkrt.runtime.backend import (
     OutOfMemory,
     Stream,
 )
-from sparkrt.runtime.driver import Installed, LibCuda, preflight
+from sparkrt.runtime.driver import LibCuda, preflight
 from sparkrt.runtime.dtypes import DType
 from sparkrt.runtime.kernels import KernelLibrary
 from sparkrt.runtime.ledger import address_of
@@ -81,7 +81,7 @@ class CudaBackend:
     """
 
     def __init__(self, device: int = 0, *, debug: bool | None = None) -> None:
-        preflight(device, LibCuda(), Installed.find())
+        preflight(device, LibCuda())
         from cuda.bindings import runtime
 
         self._rt = rt = runtime

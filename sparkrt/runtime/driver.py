@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -82,10 +83,11 @@ class Installed:
 
     @classmethod
     def find(cls) -> Installed:
+        """Raises LoadError if the kernels cannot be opened."""
         return cls(KernelBuild.find(), find_spec("sparkrt._kernels") is not None, _cuda_python())
 
 
-def preflight(device: int, driver: Driver, installed: Installed) -> None:
+def preflight(device: int, driver: Driver, find: Callable[[], Installed] = Installed.find) -> None:
     """Raise CudaUnavailable, naming the one thing to do next, unless everything that a CUDA backend needs is there."""
     version = driver.version()
     if version is None:
@@ -94,6 +96,10 @@ def preflight(device: int, driver: Driver, installed: Installed) -> None:
     if device >= len(devices):
         found = f"the NVIDIA driver sees {len(devices)} GPUs"
         raise CudaUnavailable(f"CUDA device {device} is not there: {found} (CUDA_VISIBLE_DEVICES?)", gpu=bool(devices))
+    try:
+        installed = find()
+    except LoadError as error:
+        raise CudaUnavailable(str(error), gpu=True) from error
     major, minor = devices[device]
     arch, build = f"{major}{minor}" + ("a" if major >= 9 else ""), installed.build
     how = f"SPARKRT_CUDA_ARCHS={arch} pip install --no-build-isolation ."

@@ -39,8 +39,8 @@ def test_same_parameters_and_defaults(name: str) -> None:
 
 
 def test_preflight_passes_when_everything_is_there() -> None:
-    preflight(0, FakeDriver(), Installed(BUILD, True, True))
-    preflight(1, FakeDriver(13010, [(7, 5), (8, 6)]), Installed(BUILD, True, True))
+    preflight(0, FakeDriver(), lambda: Installed(BUILD, True, True))
+    preflight(1, FakeDriver(13010, [(7, 5), (8, 6)]), lambda: Installed(BUILD, True, True))
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_preflight_passes_when_everything_is_there() -> None:
 )
 def test_preflight_names_what_is_missing(driver: FakeDriver, installed: Installed, says: str, gpu: bool) -> None:
     with pytest.raises(CudaUnavailable, match=says) as caught:
-        preflight(0, driver, installed)
+        preflight(0, driver, lambda: installed)
     assert caught.value.gpu == gpu
 
 
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(CudaUnavailable, match=r"device 2 is not there.*sees 1 GPUs"):
-        preflight(2, FakeDriver(), Installed(BUILD, True, True))
+        preflight(2, FakeDriver(), lambda: Installed(BUILD, True, True))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,17 @@ def test_a_build_says_what_it_is(tmp_path: Path) -> None:
     broken.write_bytes(b"not a library")
     with pytest.raises(LoadError, match="build the kernels again"):
         KernelBuild.find(broken)
+
+
+def test_kernels_that_cannot_be_opened_are_looked_at_only_beside_a_gpu() -> None:
+    def broken() -> Installed:
+        raise LoadError("undefined symbol")
+
+    with pytest.raises(CudaUnavailable, match="no NVIDIA driver"):
+        preflight(0, FakeDriver(None), broken)
+    with pytest.raises(CudaUnavailable, match="undefined symbol") as caught:
+        preflight(0, FakeDriver(), broken)
+    assert caught.value.gpu
 
 
 def test_auto_runs_on_the_host_and_says_why_where_a_gpu_goes_unused(
