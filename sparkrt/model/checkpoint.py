@@ -12,13 +12,12 @@ from pathlib import Path
 
 from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
-from sparkrt.model.families import family_of, levels, read_config, tie_flags
+from sparkrt.model.families import family_of, read_config
 from sparkrt.model.keys import ConfigKeys, read_json
 from sparkrt.model.loading.dummy import DummySource
 from sparkrt.model.loading.safetensors import SafetensorsStore
-from sparkrt.model.loading.store import PLAIN, TensorStore
 from sparkrt.model.names import Layout, gguf_layout, recipes, safetensors_layout
-from sparkrt.model.source import CheckpointSource, WeightSource
+from sparkrt.model.source import PLAIN, CheckpointSource, TensorStore, WeightSource
 from sparkrt.model.spec import expected_tensors, mtp_tensors
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -42,38 +41,33 @@ def bundled_model() -> Path:
     return Path(str(files("sparkrt") / "assets" / "sparkrt-tiny"))
 
 
-def open_checkpoint(
-    model: str | Path | None = None, load_format: str = "auto", *, revision: str | None = None, seed: int = 0
-) -> Checkpoint:
+def open_checkpoint(model: str | Path | None = None, load_format: str = "auto", *, seed: int = 0) -> Checkpoint:
     """Open what `model` names (None: the bundled model) and check it as a whole; weights are read later, by the source.
 
-    `load_format` "dummy" needs a configuration only and makes random weights from `seed`. `revision` is for hub ids.
+    `load_format` "dummy" needs a configuration only and makes random weights from `seed`.
     Raises LoadError naming the file and the tensor or key at fault.
     """
     if load_format not in LOAD_FORMATS:
         raise LoadError(f"load format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
     dummy = load_format == "dummy"
-    path = bundled_model() if model is None else _locate(str(model), revision, weights=not dummy)
+    path = bundled_model() if model is None else _locate(str(model), weights=not dummy)
     is_gguf = path.is_file()
     if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
         raise LoadError(f"{path}: load format {load_format} was asked for, but this is {'a GGUF file' if is_gguf else 'not one'}")
-    config, generation, tied, store = _read_gguf(path) if is_gguf else _read_folder(path, dummy)
-    source: WeightSource
+    config, generation, store = _read_gguf(path) if is_gguf else _read_folder(path, dummy)
+    folder, metadata = None if is_gguf else path, getattr(store, "metadata", None)
     if store is None or dummy:
         config = replace(config, dtype=config.dtype or "bfloat16")
-        source = DummySource(config, seed)
-    else:
-        config, source = _assemble(
-            config, store, gguf_layout(config.num_layers) if is_gguf else safetensors_layout(store.tensors), tied
-        )
-    return Checkpoint(config, source, None if is_gguf else path, generation, getattr(store, "metadata", None))
+        return Checkpoint(config, DummySource(config, seed), folder, generation, metadata)
+    config, source = _assemble(config, store, gguf_layout(config.num_layers) if is_gguf else safetensors_layout(store.tensors))
+    return Checkpoint(config, source, folder, generation, metadata)
 
 
-def _locate(model: str, revision: str | None, *, weights: bool) -> Path:
+def _locate(model: str, *, weights: bool) -> Path:
     """A folder with a config.json, or a GGUF file."""
     path = Path(model).expanduser()
     if not os.path.exists(path):  # unlike Path.exists, False for any name the system cannot look up
-        path = _fetch(model, revision, weights=weights)
+        path = _fetch(model, weights=weights)
     if path.is_file():
         if path.suffix != ".gguf":
             raise LoadError(f"{path}: expected a model folder or a .gguf file")
@@ -87,7 +81,7 @@ def _locate(model: str, revision: str | None, *, weights: bool) -> Path:
     return ggufs[0]
 
 
-def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
+def _fetch(model: str, *, weights: bool) -> Path:
     """The folder of a hub repository's files, downloaded (with a progress bar) unless cached. Without `weights`, text files only.
 
     `HF_HUB_OFFLINE` and the other variables of the hub's client apply.
@@ -98,7 +92,7 @@ def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
 
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise LoadError(f"{model}: neither a folder here nor in the hub's cache, and the hub cannot be reached") from error
     except errors.RepositoryNotFoundError as error:  # gated ones, too
@@ -109,26 +103,19 @@ def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
         raise LoadError(f"{model}: cannot be fetched from the hub: {error}") from error
 
 
-_Read = tuple[ModelConfig, dict[str, object], tuple[bool, ...], TensorStore | None]  # with generation_config and tie flags
-
-
-def _read_folder(folder: Path, dummy: bool) -> _Read:
+def _read_folder(folder: Path, dummy: bool) -> tuple[ModelConfig, dict[str, object], TensorStore | None]:
     keys = ConfigKeys(read_json(folder / "config.json"), str(folder / "config.json"))
-    family = family_of(keys)
-    for level in levels(keys):
-        _refuse_quantization(level)
+    config = read_config(family_of(keys), keys)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
-    config = read_config(family, keys)
     stop_ids = (*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids)
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(stop_ids)))
-    return config, generation, tie_flags(keys), None if dummy else SafetensorsStore(folder)
+    return config, generation, None if dummy else SafetensorsStore(folder)
 
 
-def _read_gguf(path: Path) -> _Read:
+def _read_gguf(path: Path) -> tuple[ModelConfig, dict[str, object], TensorStore]:
     # imported here: the package takes 50 ms, and most start-ups are of folders
-    from sparkrt.model.loading.gguf import GgufStore
-    from sparkrt.model.loading.gguf_config import gguf_config, rope_divisors
+    from sparkrt.model.loading.gguf import GgufStore, gguf_config, rope_divisors
 
     store = GgufStore(path)
     keys, generation = gguf_config(store)
@@ -136,44 +123,23 @@ def _read_gguf(path: Path) -> _Read:
     rope = replace(config.attention.rope, freq_divisors=rope_divisors(store, config.attention.rope.rotary_dim))
     # converters add the 1 of zero-centred norms to the weights
     config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
-    return config, generation, tie_flags(keys), store
+    return config, generation, store
 
 
-def _assemble(
-    config: ModelConfig, store: TensorStore, layout: Layout, tied: tuple[bool, ...]
-) -> tuple[ModelConfig, CheckpointSource]:
+def _assemble(config: ModelConfig, store: TensorStore, layout: Layout) -> tuple[ModelConfig, CheckpointSource]:
     """The configuration with what only the tensors tell (tied embeddings, MTP, dtype), and the checked source."""
-    config = replace(config, tie_word_embeddings=_is_tied(store, layout, tied))
-    if not config.dtype:
-        embedding = store.tensors.get(layout.places["embed"])
-        config = replace(config, dtype=PLAIN.get(embedding.kind if embedding else "", PLAIN["BF16"]).name)
+    embed, head = layout.places["embed"], layout.places["lm_head"]
+    if head not in store.tensors and not config.tie_word_embeddings:
+        raise LoadError(f"{store.origin}: tensor {head} is missing, and the configuration does not tie it to the embedding")
+    stored = PLAIN.get(store.tensors[embed].kind if embed in store.tensors else "", PLAIN["BF16"]).name
+    # an output head that is there is used, whatever the configuration says
+    config = replace(config, tie_word_embeddings=head not in store.tensors, dtype=config.dtype or stored)
     made = recipes(expected_tensors(config), config, layout, store.tensors)
     if layout.places["mtp.fc"] in store.tensors:
         with_mtp = replace(config, mtp_layers=1)
-        extra_made = recipes(mtp_tensors(with_mtp), with_mtp, layout, store.tensors)
-        if all(name in store.tensors for recipe in extra_made.values() for name in recipe.names):
-            config, made = with_mtp, made | extra_made
+        extra = recipes(mtp_tensors(with_mtp), with_mtp, layout, store.tensors)
+        if all(name in store.tensors for recipe in extra.values() for name in recipe.names):
+            config, made = with_mtp, made | extra
         else:
             _log.warning("%s: the multi-token-prediction module is incomplete and will not be used", store.origin)
     return config, CheckpointSource(store, made, layout.known)
-
-
-def _is_tied(store: TensorStore, layout: Layout, tied: tuple[bool, ...]) -> bool:
-    """Whether the embedding serves as output head. An output head that is there is used, whatever the configuration says."""
-    head = layout.places["lm_head"]
-    present = head in store.tensors
-    if len(set(tied)) > 1:
-        used = f"{head} is there and will be used" if present else f"{head} is missing, the embedding is used"
-        text = "tie_word_embeddings is %s in the outer configuration and text_config.tie_word_embeddings is %s; %s"
-        _log.warning(text, *tied, used)
-    if not present and not any(tied):
-        raise LoadError(f"{store.origin}: tensor {head} is missing, and the configuration does not tie it to the embedding")
-    return not present
-
-
-def _refuse_quantization(keys: ConfigKeys) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if (section := keys.section(key)) is not None:
-            method = section.values.get("quant_method", section.values.get("quant_algo", "unknown"))
-            problem = f"asks for {method} weights, which cannot be served yet; a BF16 checkpoint of the model or a GGUF file can"
-            raise keys.fault(key, problem)

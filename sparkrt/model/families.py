@@ -5,11 +5,15 @@ A new architecture that uses known layers is one entry here, and a table in `nam
 
 from __future__ import annotations
 
+import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from sparkrt.model.config import AttentionConfig, GdnConfig, LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from sparkrt.model.keys import ConfigKeys
+
+_log = logging.getLogger(__name__)
 
 MAX_LAYERS = 4096  # refuses a corrupt count before anything of its size is made
 _MIXERS = {"full_attention": "attention", "linear_attention": "gdn"}
@@ -53,21 +57,22 @@ def family_of(keys: ConfigKeys) -> Family:
     raise keys.fault(key, f"is {found!r}, which cannot be served. Supported: {' '.join(f.known_as for f in FAMILIES)}")
 
 
-def levels(root: ConfigKeys) -> tuple[ConfigKeys, ...]:
-    """The levels of a configuration, outer first; the last has the text model's keys. One level unless it is wrapped."""
-    text = root.section("text_config")
-    return (root,) if text is None else (root, text)
-
-
-def tie_flags(root: ConfigKeys) -> tuple[bool, ...]:
-    """What each level that says so says about tied embeddings, outer first."""
-    return tuple(keys.flag("tie_word_embeddings", False) for keys in levels(root) if "tie_word_embeddings" in keys)
-
-
 def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
-    """The `ModelConfig` of a configuration; its dtype is "" where no key tells. Raises LoadError naming file and key."""
-    both = levels(root)
-    text, names = both[-1], root.texts("architectures")
+    """The `ModelConfig` of a configuration; its dtype is "" where no key tells. Raises LoadError naming file and key.
+
+    Keys lie at the outer level or, in one that is wrapped, in `text_config`.
+    """
+    text = root.section("text_config") or root
+    both, names = (root,) if text is root else (root, text), root.texts("architectures")
+    for keys, key in itertools.product(both, ("quantization_config", "compression_config")):
+        if (section := keys.section(key)) is not None:
+            method = section.values.get("quant_method", section.values.get("quant_algo", "unknown"))
+            why = "which cannot be served yet; a BF16 checkpoint of the model or a GGUF file can"
+            raise keys.fault(key, f"asks for {method} weights, {why}")
+    tied = [keys.flag("tie_word_embeddings", False) for keys in both if "tie_word_embeddings" in keys]
+    if len(set(tied)) > 1:
+        message = "%s: tie_word_embeddings is %s and text_config.tie_word_embeddings is %s; an output head is used if it is there"
+        _log.warning(message, root.file, *tied)
     text.only("hidden_act", ("silu", "swish"), "the feed-forward layers are SwiGLU")
     text.only("mlp_bias", (False,), "the feed-forward layers have no biases")
     moe = _moe(family, text) if family.experts else None
@@ -94,7 +99,7 @@ def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
         gdn=_gdn(text) if family.hybrid else None,
         moe=moe,
         intermediate_size=text.integer("intermediate_size") if any(layer.mlp == "dense" for layer in layers) else 0,
-        tie_word_embeddings=next(iter(tie_flags(root)), False),
+        tie_word_embeddings=any(tied),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=next(iter(bos), None),
         pad_token_id=next(iter(pad), None),

@@ -38,24 +38,20 @@ class DummySource:
         return self._shapes[name]
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
-        shape, kind = self._shapes[name], name.rpartition(".")[2]
-        return self._make(name, kind, shape)[rows or slice(None)]
+        """Random numbers of one scale, but for norms, and for gates that must let the state remember."""
+        shape, kind, rng = self._shapes[name], name.rpartition(".")[2], np.random.default_rng((self._seed, crc32(name.encode())))
+        if kind.endswith("norm"):
+            values = np.ones(shape, np.float32) if ".gdn." in name else np.full(shape, self._norm, self._dtype)
+        elif kind == "A_log":  # a half-life of tens to hundreds of tokens
+            values = rng.uniform(-6, -3, shape).astype(np.float32)
+        elif kind == "conv":
+            values = rng.normal(0, 0.5, shape).astype(self._dtype)
+        else:
+            values = np.full(shape, -1, self._dtype) if kind == "dt_bias" else self._window(name, shape)
+        return values[rows or slice(None)]
 
     def close(self) -> None:
         self._shapes = {}
-
-    def _make(self, name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Random numbers of one scale, but for norms, and for gates that must let the state remember."""
-        rng = np.random.default_rng((self._seed, crc32(name.encode())))
-        if name.endswith("gdn.norm"):
-            return np.ones(shape, np.float32)
-        if kind.endswith("norm"):
-            return np.full(shape, self._norm, self._dtype)
-        if kind == "conv":
-            return rng.normal(0, 0.5, shape).astype(self._dtype)
-        if kind == "A_log":  # a half-life of tens to hundreds of tokens
-            return rng.uniform(-6, -3, shape).astype(np.float32)
-        return np.full(shape, -1, self._dtype) if kind == "dt_bias" else self._window(name, shape)
 
     def _window(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A view of the pool of this shape: contiguous where it fits, with rows (and experts) overlapping where it does not."""

@@ -1,4 +1,4 @@
-"""GGUF files: the header read with bounds checks, plain tensors as views, quantized ones dequantized as they are read.
+"""GGUF files: tensors, quantized ones dequantized as they are read, and metadata under the keys of a configuration.
 
 The `gguf` package dequantizes for us, but its reader takes 3 s for a vocabulary of 49,152 (a NumPy array a token; this takes
 0.1 s) and follows lengths and offsets without asking whether the file is that long.
@@ -6,6 +6,7 @@ The `gguf` package dequantizes for us, but its reader takes 3 s for a vocabulary
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
 from math import prod
@@ -17,12 +18,30 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from sparkrt.errors import LoadError
-from sparkrt.model.loading.store import PLAIN, StoredTensor, TensorStore
+from sparkrt.model.families import MAX_LAYERS, family_of
+from sparkrt.model.keys import ConfigKeys
+from sparkrt.model.source import PLAIN, StoredTensor, TensorStore
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_AXES = 4
 _MIN_KEY, _MIN_TENSOR = 8 + 4 + 1, 8 + 4 + 8  # bytes that the shortest entry takes
+
+# Configuration keys and their names in the metadata, after the architecture's.
+_KEYS = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length"}
+_KEYS |= {"max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+_KEYS |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv"}
+_KEYS |= {"head_dim": "attention.key_length", "mtp_layers": "nextn_predict_layers"}
+_KEYS |= {"rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count"}  # the latter in channels
+_KEYS |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count", "norm_topk_prob": "expert_weights_norm"}
+_KEYS |= {"moe_intermediate_size": "expert_feed_forward_length"}
+_KEYS |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_KEYS |= {"linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank"}
+_KEYS |= {"linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel"}
+_KEYS |= {"linear_value_head_dim": "ssm.inner_size"}  # of all value heads together
+_ROPE = {"rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length"}
+_ROPE |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
 class GgufStore(TensorStore):
@@ -126,3 +145,58 @@ class _Header:
         if shape and shape[-1] % block:
             self.fail(f"tensor {name}: rows of {shape[-1]} elements do not divide into {kind.name} blocks of {block}")
         return StoredTensor(name, self._path, kind.name, shape, start, start + prod(shape) // block * block_bytes)
+
+
+def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
+    """`(configuration keys, sampling defaults under the names of generation_config.json)`.
+
+    Raises LoadError, in the file's own words, where metadata and tensors disagree.
+    """
+    meta, arch = store.metadata, str(store.metadata.get("general.architecture"))
+    aliases = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | {"architectures": "general.architecture"}
+    keys = ConfigKeys({key: meta.get(aliases[key]) for key in _KEYS}, str(store.origin), aliases=aliases)
+    values = keys.values
+    values["architectures"] = [arch]
+    family_of(keys)  # before anything is missed that other kinds of files do not have
+    if ConfigKeys(meta, keys.file).integer("split.count", 0, minimum=0) > 1:
+        raise LoadError(f"{store.origin}: is one part of a split GGUF, which cannot be served; merge the parts first")
+    if (embedding := store.tensors.get("token_embd.weight")) is None:
+        raise LoadError(f"{store.origin}: tensor token_embd.weight is missing")
+    values["vocab_size"] = embedding.shape[0]  # the padded vocabulary; the token list may be shorter
+    values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in store.tensors)
+    values.setdefault("norm_topk_prob", True)
+    mtp_layers = keys.integer("mtp_layers", 0, minimum=0)
+    layers = keys.integer("num_hidden_layers", minimum=mtp_layers + 1, maximum=MAX_LAYERS) - mtp_layers
+    values["num_hidden_layers"] = layers
+    # what the metadata does not always tell: which layers are recurrent, and which are dense among experts
+    blocks = {(int(m[1]), m[2]) for name in store.tensors if (m := re.match(r"blk\.([0-9]{1,6})\.(ssm|ffn_gate_inp)[._]", name))}
+    if any(part == "ssm" for _, part in blocks):
+        values["layer_types"] = ["linear_attention" if (i, "ssm") in blocks else "full_attention" for i in range(layers)]
+    if any(part != "ssm" for _, part in blocks):
+        values["mlp_only_layers"] = [i for i in range(layers) if (i, "ffn_gate_inp") not in blocks]
+    if isinstance(kv_heads := values.get("num_key_value_heads"), list):  # one a layer, 0 where the layer is recurrent
+        values["num_key_value_heads"] = max(kv_heads, default=0)
+    if "linear_num_value_heads" in keys:
+        inner, heads = keys.integer("linear_value_head_dim"), keys.integer("linear_num_value_heads")
+        if inner % heads:
+            raise keys.fault("linear_value_head_dim", f"of {inner} is no multiple of {heads} value heads")
+        values["linear_value_head_dim"] = inner // heads
+    rope = {key: meta.get(f"{arch}.rope.scaling.{name}") for key, name in _ROPE.items()}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if value != "none"}
+    values["tie_word_embeddings"] = "output.weight" not in store.tensors
+    if rotary_dim := keys.integer("partial_rotary_factor", 0, minimum=0):
+        head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+        values["partial_rotary_factor"] = rotary_dim / head_dim
+    for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
+        values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
+    found = {ours: meta.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
+    return keys, {key: value for key, value in found.items() if value is not None}
+
+
+def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
+    """`rope_freqs.weight`: what llama3 scaling comes to, as divisors of the inverse frequencies. Empty where there is none."""
+    tensor = store.tensors.get("rope_freqs.weight")
+    if tensor and (tensor.shape != (rotary_dim // 2,) or tensor.kind != "F32"):
+        found, expected = f"{tensor.kind} {list(tensor.shape)}", f"F32 [{rotary_dim // 2}]"
+        raise LoadError(f"{tensor.file}: tensor {tensor.name} is {found}, expected {expected}")
+    return tuple(store.read(tensor.name).tolist()) if tensor else ()

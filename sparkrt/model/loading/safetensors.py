@@ -1,34 +1,29 @@
-"""Safetensors files, opened with distrust: a header is believed only after it has been found to describe exactly its file.
+"""Safetensors files: a header is believed only if it describes exactly its file, and no key in it occurs twice.
 
-The format: 8 bytes little-endian header length, a JSON header, then the data. The reference library accepts a key that
-occurs twice; here that, too, is an error, and every message names the file and the tensor.
+The format: 8 bytes little-endian header length, a JSON header, then the data.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
 from sparkrt.errors import LoadError
 from sparkrt.model.keys import read_json
-from sparkrt.model.loading.store import StoredTensor, TensorStore, map_file
+from sparkrt.model.source import StoredTensor, TensorStore, map_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _MAX_HEADER = 100_000_000  # the reference library's own limit
 _MAX_AXES = 32
-_BITS = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
+_OTHERS = ("C64", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+_BITS = {kind: int("".join(re.findall(r"^[A-Z]+(\d+)", kind)) or 8) for kind in (*_FLOATS, *_OTHERS)}
 
 
 class SafetensorsStore(TensorStore):
@@ -73,11 +68,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{key} occurs twice")
-        values[key] = value
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} occurs twice")
     return values
 
 
@@ -101,16 +94,15 @@ def _read_entry(file: Path, name: str, entry: object, begin: int, size: int) -> 
 
 def _find_shards(folder: Path) -> tuple[Path, dict[Path, set[str]]]:
     """`(the file that lists the tensors, what an index says that each file holds)`."""
-    if (single := folder / SINGLE).is_file():
-        return single, {single: set()}
-    if (index := folder / INDEX).is_file():
+    single, index, files = folder / SINGLE, folder / INDEX, sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not single.is_file():
         return index, _read_index(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0], {files[0]: set()}
+    if single.is_file() or len(files) == 1:
+        only = single if single.is_file() else files[0]
+        return only, {only: set()}
     if files:
         raise LoadError(f"{folder}: {len(files)} safetensors files, but no {SINGLE} or {INDEX} to say which belong together")
-    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    other = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"; found {other[0]}, name a GGUF file itself or convert to safetensors" if other else ""
     raise LoadError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}{found}")
 
