@@ -199,7 +199,7 @@ from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import DevicePtr
 from sparkrt.runtime.cuda import CudaBackend
 backend = CudaBackend(debug=True)
-nowhere = DeviceArray(DevicePtr(1 << 40), dtypes.float32, (1, 64))
+nowhere = DeviceArray(DevicePtr(4096), dtypes.float32, (1, 64))  # the first pages are never mapped
 for call in (lambda: backend.launch(ADD, [nowhere, nowhere], backend.default_stream), lambda: backend.alloc(8)):
     try:
         call()
