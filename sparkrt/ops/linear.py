@@ -13,11 +13,12 @@ every M up to 520, float32, bits compared):
 - one column (the shared expert's gate) goes to gemv over all rows, where two rows of three differ from their result in other
   company; a dot product per row does not.
 
-`LINEAR` runs a lone row as two, and inputs of up to 4096 elements (16 rows at K = 256, 7 at 576, 2 at 2048) on the small path,
-cut into column tiles. There nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of 400, at 4 rows 275
+`LINEAR` leaves a lone row to gemv, which reads the weights once at the memory's speed (576 × 3072 390 µs, as two rows 550;
+576 × 49152 6.7 ms, as two rows 10.6: docs/adr/0006), and runs inputs of up to 4096 elements (16 rows at K = 256, 7 at 576, 2 at
+2048) on the small path, cut into column tiles. There nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of 400, at 4 rows 275
 instead of 420; 256 × 1544 at 4 rows 45 instead of 74) and no second thread is waited for. On two idle cores that thread would
 win at 16 rows (256 × 1544 108 µs against 155), but beside another busy process the wait costs milliseconds in every call. The
-order of a row's sum changes once, where the input passes 4096 elements or M·N·K passes 1e6, whichever is later.
+order of a row's sum changes after the first row, and once more where the input passes 4096 elements or M·N·K passes 1e6, whichever is later.
 
 `LINEAR_INVARIANT` runs fewer rows than take the blocked path as that many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489
 (23 µs) for a router of 8 experts.
@@ -48,7 +49,7 @@ def linear_ref(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> np.ndar
 
 
 def linear(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
-    _padded(_tiled, 2, out, x, w, bias)
+    _padded(_tiled, 1, out, x, w, bias)
 
 
 def linear_invariant(out: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> None:
@@ -83,9 +84,9 @@ def _whole(out: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
 
 
 def _tiled(out: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
-    """Few rows in tiles of columns that fit the small path; many at once."""
+    """Few rows in tiles of columns that fit the small path; one, and many, at once."""
     columns = w.shape[1]
-    width = _SMALL_PATH // x.size // _STEP * _STEP if 0 < x.size <= _FEW else columns
+    width = _SMALL_PATH // x.size // _STEP * _STEP if len(x) > 1 and x.size <= _FEW else columns
     if width >= columns:
         np.matmul(x, w, out)
         return
