@@ -20,7 +20,7 @@ from sparkrt.model.residual import PlainResidual
 from sparkrt.model.source import WeightSource
 from sparkrt.model.spec import expected_tensors
 from sparkrt.model.step import Decoder
-from sparkrt.model.weight import Embedding, Experts, Linear, Norm, WeightPlacer
+from sparkrt.model.weight import Embedding, Experts, Linear, Norm, Segment, Weight, WeightPlacer
 from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend
@@ -94,14 +94,15 @@ class _Builder:
 
     def decoder(self) -> Decoder:
         embed = self._read("embed")
-        head = self._read("lm_head") if self._has("lm_head") else embed
-        return Decoder(
-            Embedding(self.placer.array(embed, "embed", self.options.dtype)),
-            [self._layer(i) for i in range(self.config.num_layers)],
-            PlainResidual(),
-            self._norm("norm"),
-            self.placer.linear([head], "lm_head"),
-        )
+        table = self.placer.array(embed, "embed", self.options.dtype)
+        if self._has("lm_head"):
+            head = self.placer.linear([self._read("lm_head")], "lm_head")
+        elif self.placer.packing == "nk":  # tied, and a product can read the table as it is
+            head = Linear([Segment(Weight(embed.shape, self.options.dtype, table))], self.options.batch_invariant)
+        else:
+            head = self.placer.linear([embed], "lm_head")
+        layers = [self._layer(i) for i in range(self.config.num_layers)]
+        return Decoder(Embedding(table), layers, PlainResidual(), self._norm("norm"), head)
 
     def _layer(self, i: int) -> DecoderLayer:
         kind, p = self.config.layers[i], f"layers.{i}."
