@@ -14,14 +14,11 @@ from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.families import family_of, read_config
 from sparkrt.model.keys import ConfigKeys, read_json
-from sparkrt.model.loading.dummy import DummySource
 from sparkrt.model.loading.safetensors import SafetensorsStore
-from sparkrt.model.names import Layout, gguf_layout, recipes, safetensors_layout
-from sparkrt.model.source import PLAIN, CheckpointSource, TensorStore, WeightSource
-from sparkrt.model.spec import expected_tensors, mtp_tensors
+from sparkrt.model.source import PLAIN, CheckpointSource, DummySource, TensorStore, WeightSource
+from sparkrt.model.spec import Layout, expected_tensors, gguf_layout, mtp_tensors, recipes, safetensors_layout
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-
 _log = logging.getLogger(__name__)
 
 
@@ -44,17 +41,22 @@ def bundled_model() -> Path:
 def open_checkpoint(model: str | Path | None = None, load_format: str = "auto", *, seed: int = 0) -> Checkpoint:
     """Open what `model` names (None: the bundled model) and check it as a whole; weights are read later, by the source.
 
-    `load_format` "dummy" needs a configuration only and makes random weights from `seed`.
-    Raises LoadError naming the file and the tensor or key at fault.
+    Format "dummy" makes random weights of `seed`. Raises LoadError naming the file and the tensor or key at fault.
     """
     if load_format not in LOAD_FORMATS:
         raise LoadError(f"load format {load_format!r} is not known; known are {', '.join(LOAD_FORMATS)}")
     dummy = load_format == "dummy"
     path = bundled_model() if model is None else _locate(str(model), weights=not dummy)
     is_gguf = path.is_file()
+    store: TensorStore | None
     if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
         raise LoadError(f"{path}: load format {load_format} was asked for, but this is {'a GGUF file' if is_gguf else 'not one'}")
-    config, generation, store = _read_gguf(path) if is_gguf else _read_folder(path, dummy)
+    if is_gguf:
+        from sparkrt.model.loading.gguf import read_gguf  # 50 ms, and most start-ups are of folders
+
+        config, generation, store = read_gguf(path)
+    else:
+        config, generation, store = _read_folder(path, dummy)
     folder, metadata = None if is_gguf else path, getattr(store, "metadata", None)
     if store is None or dummy:
         config = replace(config, dtype=config.dtype or "bfloat16")
@@ -68,24 +70,17 @@ def _locate(model: str, *, weights: bool) -> Path:
     path = Path(model).expanduser()
     if not os.path.exists(path):  # unlike Path.exists, False for any name the system cannot look up
         path = _fetch(model, weights=weights)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise LoadError(f"{path}: expected a model folder or a .gguf file")
-        return path
-    if (path / "config.json").is_file():
-        return path
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) != 1:
-        found = f"; it has {len(ggufs)} GGUF files, name one of them" if ggufs else ""
-        raise LoadError(f"{path / 'config.json'}: missing{found}")
-    return ggufs[0]
+    if path.is_file() and path.suffix != ".gguf":
+        raise LoadError(f"{path}: expected a model folder or a .gguf file")
+    ggufs = [path] if path.is_file() else list(path.glob("*.gguf"))
+    if (path / "config.json").is_file() or len(ggufs) == 1:
+        return path if (path / "config.json").is_file() else ggufs[0]
+    found = f"; it has {len(ggufs)} GGUF files, name one of them" if ggufs else ""
+    raise LoadError(f"{path / 'config.json'}: missing{found}")
 
 
 def _fetch(model: str, *, weights: bool) -> Path:
-    """The folder of a hub repository's files, downloaded (with a progress bar) unless cached. Without `weights`, text files only.
-
-    `HF_HUB_OFFLINE` and the other variables of the hub's client apply.
-    """
+    """The folder of a hub repository's files, fetched as the variables of the hub's client say. Without `weights`, text only."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
         raise LoadError(f"{model}: no such file or folder, and not a hub id (owner/name)")
     from huggingface_hub import errors, snapshot_download  # 0.2 s, and most start-ups are of local folders
@@ -95,12 +90,8 @@ def _fetch(model: str, *, weights: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise LoadError(f"{model}: neither a folder here nor in the hub's cache, and the hub cannot be reached") from error
-    except errors.RepositoryNotFoundError as error:  # gated ones, too
-        raise LoadError(
-            f"{model}: neither a folder here nor to be had from the hub; a private or gated one needs HF_TOKEN"
-        ) from error
-    except (OSError, ValueError) as error:  # the client's other errors are of these kinds
-        raise LoadError(f"{model}: cannot be fetched from the hub: {error}") from error
+    except (OSError, ValueError) as error:  # the client's other errors are of these kinds, and tell what to do
+        raise LoadError(f"{model}: not a folder here, and cannot be fetched from the hub: {error}") from error
 
 
 def _read_folder(folder: Path, dummy: bool) -> tuple[ModelConfig, dict[str, object], TensorStore | None]:
@@ -111,19 +102,6 @@ def _read_folder(folder: Path, dummy: bool) -> tuple[ModelConfig, dict[str, obje
     stop_ids = (*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids)
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(stop_ids)))
     return config, generation, None if dummy else SafetensorsStore(folder)
-
-
-def _read_gguf(path: Path) -> tuple[ModelConfig, dict[str, object], TensorStore]:
-    # imported here: the package takes 50 ms, and most start-ups are of folders
-    from sparkrt.model.loading.gguf import GgufStore, gguf_config, rope_divisors
-
-    store = GgufStore(path)
-    keys, generation = gguf_config(store)
-    config = read_config(family_of(keys), keys)
-    rope = replace(config.attention.rope, freq_divisors=rope_divisors(store, config.attention.rope.rotary_dim))
-    # converters add the 1 of zero-centred norms to the weights
-    config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
-    return config, generation, store
 
 
 def _assemble(config: ModelConfig, store: TensorStore, layout: Layout) -> tuple[ModelConfig, CheckpointSource]:

@@ -49,17 +49,13 @@ class GdnConfig:
     conv_kernel: int = 4
 
     @property
-    def key_size(self) -> int:
-        return self.num_k_heads * self.k_dim
-
-    @property
     def value_size(self) -> int:
         return self.num_v_heads * self.v_dim
 
     @property
     def conv_channels(self) -> int:
         """q | k | v, the channels under the causal convolution."""
-        return 2 * self.key_size + self.value_size
+        return 2 * self.num_k_heads * self.k_dim + self.value_size
 
 
 @dataclass(frozen=True, slots=True)

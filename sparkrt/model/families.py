@@ -1,7 +1,4 @@
-"""The supported architectures, and their configurations read into `ModelConfig`.
-
-A new architecture that uses known layers is one entry here, and a table in `names.py` where its tensors have names of their own.
-"""
+"""The supported architectures, one entry each, and their configurations read into `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from sparkrt.model.config import AttentionConfig, GdnConfig, LayerConfig, ModelC
 from sparkrt.model.keys import ConfigKeys
 
 _log = logging.getLogger(__name__)
-
 MAX_LAYERS = 4096  # refuses a corrupt count before anything of its size is made
 _MIXERS = {"full_attention": "attention", "linear_attention": "gdn"}
 _ROPE_KINDS = {"default": "default", "mrope": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -58,18 +54,14 @@ def family_of(keys: ConfigKeys) -> Family:
 
 
 def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
-    """The `ModelConfig` of a configuration; its dtype is "" where no key tells. Raises LoadError naming file and key.
-
-    Keys lie at the outer level or, in one that is wrapped, in `text_config`.
-    """
+    """The `ModelConfig` of a configuration; its dtype is "" where no key tells. Raises LoadError naming file and key."""
     text = root.section("text_config") or root
     both, names = (root,) if text is root else (root, text), root.texts("architectures")
     for keys, key in itertools.product(both, ("quantization_config", "compression_config")):
         if (section := keys.section(key)) is not None:
             method = section.values.get("quant_method", section.values.get("quant_algo", "unknown"))
-            why = "which cannot be served yet; a BF16 checkpoint of the model or a GGUF file can"
-            raise keys.fault(key, f"asks for {method} weights, {why}")
-    tied = [keys.flag("tie_word_embeddings", False) for keys in both if "tie_word_embeddings" in keys]
+            raise keys.fault(key, f"asks for {method} weights, which cannot be served yet; a BF16 checkpoint or a GGUF file can")
+    tied = [keys.flag("tie_word_embeddings", False) for keys in both if "tie_word_embeddings" in keys.values]
     if len(set(tied)) > 1:
         message = "%s: tie_word_embeddings is %s and text_config.tie_word_embeddings is %s; an output head is used if it is there"
         _log.warning(message, root.file, *tied)
@@ -78,33 +70,21 @@ def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
     moe = _moe(family, text) if family.experts else None
     layers = _layers(family, text, moe)
     windowed = text.integer("max_window_layers", len(layers), minimum=0) < len(layers)
-    if text.flag("use_sliding_window", False) and windowed and "sliding_window" in text:
+    if text.flag("use_sliding_window", False) and windowed and "sliding_window" in text.values:
         raise text.fault("use_sliding_window", "is true: sliding-window attention cannot be served yet")
     attention, limit = _attention(family, text)
     eos, bos, pad = ([i for keys in both for i in keys.integers(f"{key}_token_id")] for key in ("eos", "bos", "pad"))
-    dtypes = [(keys, key) for keys in reversed(both) for key in ("dtype", "torch_dtype") if key in keys]
+    dtypes = [(keys, key) for keys in reversed(both) for key in ("dtype", "torch_dtype") if key in keys.values]
     dtype = dtypes[0][0].text(dtypes[0][1]).removeprefix("torch.") if dtypes else ""
     if dtype not in ("", "bfloat16", "float16", "float32"):
         raise dtypes[0][0].fault(dtypes[0][1], f"is {dtype!r}, expected bfloat16, float16 or float32")
-    return ModelConfig(
-        family=family.name,
-        architecture=names[0] if names else root.text("model_type"),
-        vocab_size=text.integer("vocab_size"),
-        hidden_size=text.integer("hidden_size"),
-        layers=layers,
-        attention=attention,
-        rms_norm_eps=text.number("rms_norm_eps", 1e-6),
-        max_position=limit,
-        norm_offset=1.0 if family.hybrid else 0.0,
-        gdn=_gdn(text) if family.hybrid else None,
-        moe=moe,
-        intermediate_size=text.integer("intermediate_size") if any(layer.mlp == "dense" for layer in layers) else 0,
-        tie_word_embeddings=any(tied),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=next(iter(bos), None),
-        pad_token_id=next(iter(pad), None),
-        dtype=dtype,
-    )
+    ids = tuple(dict.fromkeys(eos)), next(iter(bos), None), next(iter(pad), None)
+    vocab, hidden, eps = text.integer("vocab_size"), text.integer("hidden_size"), text.number("rms_norm_eps", 1e-6)
+    inner = text.integer("intermediate_size") if any(layer.mlp == "dense" for layer in layers) else 0
+    offset, gdn = (1.0, _gdn(text)) if family.hybrid else (0.0, None)
+    stated = names[0] if names else root.text("model_type")
+    parts = (layers, attention, eps, limit, offset, gdn, moe)  # in the order of the fields
+    return ModelConfig(family.name, stated, vocab, hidden, *parts, inner, any(tied), *ids, dtype)
 
 
 def _attention(family: Family, text: ConfigKeys) -> tuple[AttentionConfig, int]:
@@ -113,7 +93,7 @@ def _attention(family: Family, text: ConfigKeys) -> tuple[AttentionConfig, int]:
     kv_heads = text.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise text.fault("num_key_value_heads", f"of {kv_heads} does not divide num_attention_heads ({heads})")
-    if family.head_dim is None and "head_dim" not in text and hidden % heads:
+    if family.head_dim is None and "head_dim" not in text.values and hidden % heads:
         raise text.fault("head_dim", f"is missing, and num_attention_heads ({heads}) does not divide hidden_size ({hidden})")
     dim = text.integer("head_dim", family.head_dim or hidden // heads)
     rope, limit = _rope(text, dim, 0.25 if family.hybrid else 1.0)
@@ -133,7 +113,7 @@ def _rope(text: ConfigKeys, head_dim: int, default_fraction: float) -> tuple[Rop
         if "type" in values:  # the older spelling
             values.setdefault("rope_type", values.pop("type"))
         merged |= values
-    rope = ConfigKeys(merged, text.file, "rope_scaling." if "rope_scaling" in text else "rope_parameters.")
+    rope = ConfigKeys(merged, text.file, "rope_scaling." if "rope_scaling" in text.values else "rope_parameters.")
     stated = rope.text("rope_type", "default")
     if stated not in _ROPE_KINDS:
         raise rope.fault("rope_type", f"is {stated!r}, which cannot be served; known are {', '.join(_ROPE_KINDS)}")
@@ -145,11 +125,9 @@ def _rope(text: ConfigKeys, head_dim: int, default_fraction: float) -> tuple[Rop
     factor = rope.number("factor") if kind != "default" else 1.0
     original = rope.integer("original_max_position_embeddings", text.integer("original_max_position_embeddings", limit))
     theta = rope.number("rope_theta", text.number("rope_theta", 1e4))
-    bands, factors = (
-        ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
-        ("attention_factor", "mscale", "mscale_all_dim"),
-    )
-    more: dict[str, Any] = {key: rope.number(key, zero=key in factors) for key in (*bands, *factors) if key in rope}
+    may_be_zero = {"low_freq_factor": False, "high_freq_factor": False, "beta_fast": False, "beta_slow": False}
+    may_be_zero |= {"attention_factor": True, "mscale": True, "mscale_all_dim": True}
+    more: dict[str, Any] = {key: rope.number(key, zero=zero) for key, zero in may_be_zero.items() if key in rope.values}
     settings = RopeConfig(theta, rotary_dim, kind, factor, original, truncate=rope.flag("truncate", True), **more)
     if kind == "llama3" and settings.high_freq_factor <= settings.low_freq_factor:
         raise rope.fault("high_freq_factor", f"must be above low_freq_factor ({settings.low_freq_factor})")

@@ -32,23 +32,17 @@ class ConfigKeys:
     `section` is put before key names in messages, `aliases` gives the name a key has in the file where that differs.
     """
 
-    def __init__(
-        self, values: Mapping[str, object], file: str, section: str = "", aliases: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, values: Mapping[str, object], file: str, section: str = "", aliases: dict[str, str] | None = None) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
         self.file, self._section, self._aliases = file, section, aliases or {}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
-
     def fault(self, key: str, problem: str) -> LoadError:
-        """The error to raise about `key`."""
         return LoadError(f"{self.file}: {self._section}{self._aliases.get(key, key)} {problem}")
 
     def section(self, key: str) -> ConfigKeys | None:
         """The object under `key`, None where there is none."""
         values = self._checked(key, {}, "an object", lambda v: isinstance(v, dict))
-        return ConfigKeys(values, self.file, f"{self._section}{key}.") if key in self else None
+        return ConfigKeys(values, self.file, f"{self._section}{key}.") if key in self.values else None
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _LARGEST) -> int:
         what = f"an integer from {minimum} to {maximum}"
@@ -80,7 +74,7 @@ class ConfigKeys:
 
     def only(self, key: str, allowed: Collection[object], why: str) -> None:
         """Refuse a value that would be computed differently; absent is fine."""
-        if key in self and self.values[key] not in allowed:
+        if key in self.values and self.values[key] not in allowed:
             expected = " or ".join(json.dumps(value) for value in allowed)
             raise self.fault(key, f"is {json.dumps(self.values[key])}, only {expected} can be served: {why}")
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod, sqrt
 from pathlib import Path
 from typing import Protocol
+from zlib import crc32
 
 import ml_dtypes
 import numpy as np
 
 from sparkrt.errors import LoadError
+from sparkrt.model.config import ModelConfig
+from sparkrt.model.spec import Recipe, Shape, expected_tensors
+from sparkrt.runtime import dtypes
 
-Shape = tuple[int, ...]
-Change = Callable[[np.ndarray], np.ndarray]
+_POOL = 1 << 24  # elements of dummy weights; more tensors overlap themselves the smaller it is
+_SLACK = 1 << 12  # room to begin at an offset of the tensor's own
 PLAIN: dict[str, np.dtype] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -66,87 +71,109 @@ def map_file(path: Path) -> np.ndarray:
 class WeightSource(Protocol):
     """Weights by canonical name (see `spec.py`), in canonical row order and stored dtype; quantized ones are dequantized.
 
-    There is everything in `expected_tensors(config)`, and in `mtp_tensors(config)` where the checkpoint has it. Shapes and dtypes
-    were checked when the source was opened, so that reading cannot fail for a fault of the files. `get` gives the tensor or its
-    `rows` along axis 0 (step 1), in float32, float16 or bfloat16: read-only and without a copy where the file allows it; rows are
-    read alone unless the file has them in another order. Arrays handed out stay valid after `close`.
+    `shapes` has all of `expected_tensors(config)`, and of `mtp_tensors(config)` where the checkpoint has them. They were checked
+    when the source was opened, so that reading cannot fail for a fault of the files.
     """
 
-    def names(self) -> set[str]: ...
-    def shape(self, name: str) -> Shape: ...
-    def get(self, name: str, rows: slice | None = None) -> np.ndarray: ...
-    def close(self) -> None: ...
+    shapes: Mapping[str, Shape]
+
+    def names(self) -> set[str]:
+        return set(self.shapes)
+
+    def shape(self, name: str) -> Shape:
+        return self.shapes[name]
+
+    def get(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """The tensor or its `rows` along axis 0 (step 1), in float32, float16 or bfloat16; no copy where the file allows it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Arrays handed out stay valid."""
+        return
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a canonical tensor of `shape` is made of the tensors `names`, each of the shape `stored`.
-
-    One is taken as it is or with a `change`. Several lie one after another along axis 1, expert by expert if they have no axis 0.
-    """
-
-    shape: Shape
-    names: tuple[str, ...]
-    stored: Shape
-    change: Change | None = None
-
-    def read(self, store: TensorStore, rows: slice) -> np.ndarray:
-        if self.change is not None:
-            return self.change(store.read(self.names[0]))[rows]
-        experts = len(self.stored) < len(self.shape)
-        if len(self.names) == 1 and not experts:
-            return store.read(self.names[0], rows)
-        parts = len(self.names) // (self.shape[0] if experts else 1)
-        out = np.empty((rows.stop - rows.start, *self.shape[1:]), np.result_type(*{store.dtype(name) for name in self.names}))
-        for i, part in enumerate(np.split(out, parts, axis=1)):  # views
-            if experts:
-                for matrix, name in zip(part, self.names[i::parts][rows], strict=True):
-                    matrix[...] = store.read(name)
-            else:
-                part[...] = store.read(self.names[i], rows)
-        return out
-
-
-class CheckpointSource:
+class CheckpointSource(WeightSource):
     """A `WeightSource` over a store. Raises LoadError, naming file and tensor, where it is not what the recipes need.
 
     Stored tensors that `known` matches, and empty ones, may be there without being used; any other is a fault.
     """
 
     def __init__(self, store: TensorStore, recipes: Mapping[str, Recipe], known: re.Pattern[str]) -> None:
-        self._store, self._recipes, used = store, recipes, set[str]()
+        self.shapes = {name: recipe.shape for name, recipe in recipes.items()}
+        self._store, self._recipes = store, recipes
         for recipe in recipes.values():
             if missing := [name for name in recipe.names if name not in store.tensors]:
-                raise LoadError(f"{store.origin}: tensor {missing[0]} is missing{_more(missing)}")
+                raise LoadError(f"{store.origin}: tensor {missing[0]} is missing (1 of {len(missing)})")
             for tensor in map(store.tensors.__getitem__, recipe.names):
                 fault = f"{tensor.file}: tensor {tensor.name} has"
                 if tensor.shape != recipe.stored:
                     raise LoadError(f"{fault} shape {list(tensor.shape)}, expected {list(recipe.stored)}")
                 if tensor.kind not in store.kinds:
                     raise LoadError(f"{fault} dtype {tensor.kind}, expected {', '.join(store.kinds)}")
-            used.update(recipe.names)
-        extra = sorted(
-            name for name, t in store.tensors.items() if name not in used and not known.search(name) and 0 not in t.shape
-        )
-        if extra:
+        unused = store.tensors.keys() - {name for recipe in recipes.values() for name in recipe.names}
+        if extra := sorted(name for name in unused if not known.search(name) and 0 not in store.tensors[name].shape):
             file = store.tensors[extra[0]].file
-            raise LoadError(f"{file}: tensor {extra[0]} belongs to no layer of this configuration{_more(extra)}")
-
-    def names(self) -> set[str]:
-        return set(self._recipes)
-
-    def shape(self, name: str) -> Shape:
-        return self._recipes[name].shape
+            raise LoadError(f"{file}: tensor {extra[0]} belongs to no layer of this configuration (1 of {len(extra)})")
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
-        recipe = self._recipes[name]
-        start, stop, step = (rows or slice(None)).indices(recipe.shape[0])
+        store, recipe, shape = self._store, self._recipes[name], self.shapes[name]
+        start, stop, step = (rows or slice(None)).indices(shape[0])
         assert step == 1, "rows are a range"
-        return recipe.read(self._store, slice(start, max(start, stop)))
+        rows = slice(start, max(start, stop))
+        if recipe.change is not None:
+            return recipe.change(store.read(recipe.names[0]))[rows]
+        experts = len(recipe.stored) < len(shape)
+        if len(recipe.names) == 1 and not experts:
+            return store.read(recipe.names[0], rows)
+        parts = len(recipe.names) // (shape[0] if experts else 1)
+        out = np.empty((rows.stop - start, *shape[1:]), np.result_type(*{store.dtype(name) for name in recipe.names}))
+        for i, part in enumerate(np.split(out, parts, axis=1)):  # views
+            if experts:
+                for matrix, name in zip(part, recipe.names[i::parts][rows], strict=True):
+                    matrix[...] = store.read(name)
+            else:
+                part[...] = store.read(recipe.names[i], rows)
+        return out
 
     def close(self) -> None:
         self._store.close()
 
 
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+class DummySource(WeightSource):
+    """Random weights of the configuration's dtype, for speed tests of shapes whose weights are not at hand.
+
+    A pool of random numbers is drawn once from the seed; every matrix is a view of it with overlapping rows: 70 GB take as long
+    to make as 64 MB. Rows and experts differ (each is the pool from another offset), which spreads the routing.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self.shapes, self._seed = expected_tensors(config), seed
+        self._norm = 1.0 - config.norm_offset  # what makes the effective weight 1
+        self._dtype = dtypes.by_name(config.dtype).np
+        largest, widest = max(map(prod, self.shapes.values())), max(shape[-1] for shape in self.shapes.values())
+        pool = np.random.default_rng(seed).standard_normal(max(min(largest, _POOL), 2 * widest) + _SLACK, np.float32)
+        # unit variance in gives unit variance out of a projection of the hidden size
+        self._pool = (pool * np.float32(1 / sqrt(config.hidden_size))).astype(self._dtype)
+
+    def get(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Random numbers of one scale, but for norms, and for gates that must let the state remember."""
+        shape, kind, rng = self.shapes[name], name.rpartition(".")[2], np.random.default_rng((self._seed, crc32(name.encode())))
+        if kind.endswith("norm"):
+            values = np.ones(shape, np.float32) if ".gdn." in name else np.full(shape, self._norm, self._dtype)
+        elif kind == "A_log":  # a half-life of tens to hundreds of tokens
+            values = rng.uniform(-6, -3, shape).astype(np.float32)
+        elif kind == "conv":
+            values = rng.normal(0, 0.5, shape).astype(self._dtype)
+        else:
+            values = np.full(shape, -1, self._dtype) if kind == "dt_bias" else self._window(name, shape)
+        return values[rows or slice(None)]
+
+    def _window(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A view of the pool of this shape: contiguous where it fits, with rows (and experts) overlapping where it does not."""
+        strides, extent = [1], shape[-1]
+        for axis in range(len(shape) - 2, -1, -1):
+            room = (self._pool.size - _SLACK) >> axis  # an inner axis leaves half of the pool to the one outside it
+            strides.insert(0, min(extent, max(room - extent, 0) // max(shape[axis] - 1, 1)))
+            extent += strides[0] * (shape[axis] - 1)
+        pool, item = self._pool[crc32(name.encode()) % _SLACK :], self._pool.itemsize
+        return np.lib.stride_tricks.as_strided(pool, shape, [s * item for s in strides], writeable=False)

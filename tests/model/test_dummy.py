@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparkrt.model.checkpoint import open_checkpoint
-from sparkrt.model.loading.dummy import DummySource
+from sparkrt.model.source import DummySource
 from sparkrt.model.spec import expected_tensors
 from tests import miniatures
 

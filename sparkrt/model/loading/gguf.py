@@ -18,15 +18,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from sparkrt.errors import LoadError
-from sparkrt.model.families import MAX_LAYERS, family_of
+from sparkrt.model.config import ModelConfig
+from sparkrt.model.families import MAX_LAYERS, family_of, read_config
 from sparkrt.model.keys import ConfigKeys
 from sparkrt.model.source import PLAIN, StoredTensor, TensorStore
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_MAX_AXES = 4
+_STRING, _ARRAY, _MAX_AXES = 8, 9, 4
 _MIN_KEY, _MIN_TENSOR = 8 + 4 + 1, 8 + 4 + 8  # bytes that the shortest entry takes
-
 # Configuration keys and their names in the metadata, after the architecture's.
 _KEYS = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length"}
 _KEYS |= {"max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon"}
@@ -34,8 +33,9 @@ _KEYS |= {"num_attention_heads": "attention.head_count", "num_key_value_heads": 
 _KEYS |= {"head_dim": "attention.key_length", "mtp_layers": "nextn_predict_layers"}
 _KEYS |= {"rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count"}  # the latter in channels
 _KEYS |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count", "norm_topk_prob": "expert_weights_norm"}
-_KEYS |= {"moe_intermediate_size": "expert_feed_forward_length"}
-_KEYS |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_KEYS |= {
+    f"{x}_intermediate_size": f"{y}_feed_forward_length" for x, y in (("moe", "expert"), ("shared_expert", "expert_shared"))
+}
 _KEYS |= {"linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank"}
 _KEYS |= {"linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel"}
 _KEYS |= {"linear_value_head_dim": "ssm.inner_size"}  # of all value heads together
@@ -45,10 +45,7 @@ _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 class GgufStore(TensorStore):
-    """One file: its `metadata` as plain Python values, its tensors with shapes in NumPy's axis order.
-
-    Raises LoadError, naming the file, unless every tensor lies inside the file and none in another.
-    """
+    """One file, checked: its `metadata` as plain Python values, its tensors with shapes in NumPy's axis order."""
 
     kinds = (*PLAIN, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
@@ -81,7 +78,6 @@ class GgufStore(TensorStore):
             position = stop
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows along axis 0; a view of the mapped file where the tensor is not quantized."""
         tensor = self.tensors[name]
         if tensor.kind in PLAIN:
             return super().read(name, rows)
@@ -126,10 +122,10 @@ class _Header:
             return [self.string() for _ in range(self.count(8))] if kind == _ARRAY else self.string()
         if (code := _SCALARS.get(item)) is None:
             self.fail(f"key {key} has a value of unknown type {item}")
-        if kind != _ARRAY:
-            return self.scalar(code)
-        count, size = self.count(struct.calcsize(code)), struct.calcsize(code)
-        return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
+        size = struct.calcsize(code)
+        count = self.count(size) if kind == _ARRAY else 1
+        values = struct.unpack(f"<{count}{code}", self.take(count * size))
+        return list(values) if kind == _ARRAY else values[0]
 
     def tensor(self) -> StoredTensor:
         """An entry of the list of tensors, with bytes counted from the beginning of the data."""
@@ -147,11 +143,25 @@ class _Header:
         return StoredTensor(name, self._path, kind.name, shape, start, start + prod(shape) // block * block_bytes)
 
 
-def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
-    """`(configuration keys, sampling defaults under the names of generation_config.json)`.
+def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, object], GgufStore]:
+    """`(configuration, sampling defaults under the names of generation_config.json, tensors)` of a file."""
+    store = GgufStore(path)
+    keys = _config_keys(store)
+    config = read_config(family_of(keys), keys)
+    rope = config.attention.rope
+    if tensor := store.tensors.get("rope_freqs.weight"):  # what llama3 scaling comes to
+        found, expected = f"{tensor.kind} {list(tensor.shape)}", f"F32 [{rope.rotary_dim // 2}]"
+        if found != expected:
+            raise LoadError(f"{path}: tensor {tensor.name} is {found}, expected {expected}")
+        rope = replace(rope, freq_divisors=tuple(store.read(tensor.name).tolist()))
+    # converters add the 1 of zero-centred norms to the weights
+    config = replace(config, norm_offset=0.0, attention=replace(config.attention, rope=rope))
+    sampling = {ours: store.metadata.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
+    return config, {key: value for key, value in sampling.items() if value is not None}, store
 
-    Raises LoadError, in the file's own words, where metadata and tensors disagree.
-    """
+
+def _config_keys(store: GgufStore) -> ConfigKeys:
+    """The metadata under the names that configurations use; faults are told in the file's own."""
     meta, arch = store.metadata, str(store.metadata.get("general.architecture"))
     aliases = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | {"architectures": "general.architecture"}
     keys = ConfigKeys({key: meta.get(aliases[key]) for key in _KEYS}, str(store.origin), aliases=aliases)
@@ -162,12 +172,11 @@ def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
         raise LoadError(f"{store.origin}: is one part of a split GGUF, which cannot be served; merge the parts first")
     if (embedding := store.tensors.get("token_embd.weight")) is None:
         raise LoadError(f"{store.origin}: tensor token_embd.weight is missing")
-    values["vocab_size"] = embedding.shape[0]  # the padded vocabulary; the token list may be shorter
+    values["vocab_size"] = max(embedding.shape[:1], default=0)  # the padded vocabulary; the token list may be shorter
     values["attention_bias"] = any(name.endswith(".attn_output.bias") for name in store.tensors)
     values.setdefault("norm_topk_prob", True)
-    mtp_layers = keys.integer("mtp_layers", 0, minimum=0)
-    layers = keys.integer("num_hidden_layers", minimum=mtp_layers + 1, maximum=MAX_LAYERS) - mtp_layers
-    values["num_hidden_layers"] = layers
+    mtp = keys.integer("mtp_layers", 0, minimum=0)
+    values["num_hidden_layers"] = layers = keys.integer("num_hidden_layers", minimum=mtp + 1, maximum=MAX_LAYERS) - mtp
     # what the metadata does not always tell: which layers are recurrent, and which are dense among experts
     blocks = {(int(m[1]), m[2]) for name in store.tensors if (m := re.match(r"blk\.([0-9]{1,6})\.(ssm|ffn_gate_inp)[._]", name))}
     if any(part == "ssm" for _, part in blocks):
@@ -176,7 +185,7 @@ def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
         values["mlp_only_layers"] = [i for i in range(layers) if (i, "ffn_gate_inp") not in blocks]
     if isinstance(kv_heads := values.get("num_key_value_heads"), list):  # one a layer, 0 where the layer is recurrent
         values["num_key_value_heads"] = max(kv_heads, default=0)
-    if "linear_num_value_heads" in keys:
+    if "linear_num_value_heads" in values:
         inner, heads = keys.integer("linear_value_head_dim"), keys.integer("linear_num_value_heads")
         if inner % heads:
             raise keys.fault("linear_value_head_dim", f"of {inner} is no multiple of {heads} value heads")
@@ -189,14 +198,4 @@ def gguf_config(store: GgufStore) -> tuple[ConfigKeys, dict[str, object]]:
         values["partial_rotary_factor"] = rotary_dim / head_dim
     for ours, names in (("eos", ("eos", "eot", "eom")), ("bos", ("bos",)), ("pad", ("padding",))):
         values[f"{ours}_token_id"] = [meta[key] for name in names if (key := f"tokenizer.ggml.{name}_token_id") in meta]
-    found = {ours: meta.get(f"general.sampling.{name}") for ours, name in _SAMPLING.items()}
-    return keys, {key: value for key, value in found.items() if value is not None}
-
-
-def rope_divisors(store: GgufStore, rotary_dim: int) -> tuple[float, ...]:
-    """`rope_freqs.weight`: what llama3 scaling comes to, as divisors of the inverse frequencies. Empty where there is none."""
-    tensor = store.tensors.get("rope_freqs.weight")
-    if tensor and (tensor.shape != (rotary_dim // 2,) or tensor.kind != "F32"):
-        found, expected = f"{tensor.kind} {list(tensor.shape)}", f"F32 [{rotary_dim // 2}]"
-        raise LoadError(f"{tensor.file}: tensor {tensor.name} is {found}, expected {expected}")
-    return tuple(store.read(tensor.name).tolist()) if tensor else ()
+    return keys

@@ -1,14 +1,10 @@
-"""Safetensors files: a header is believed only if it describes exactly its file, and no key in it occurs twice.
-
-The format: 8 bytes little-endian header length, a JSON header, then the data.
-"""
+"""Safetensors files (8 bytes header length, a JSON header, data): a header is believed only if it describes exactly its file."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -16,11 +12,8 @@ from sparkrt.errors import LoadError
 from sparkrt.model.keys import read_json
 from sparkrt.model.source import StoredTensor, TensorStore, map_file
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-_MAX_HEADER = 100_000_000  # the reference library's own limit
-_MAX_AXES = 32
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER, _MAX_AXES = 100_000_000, 32  # the first is the reference library's own limit
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
 _OTHERS = ("C64", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 _BITS = {kind: int("".join(re.findall(r"^[A-Z]+(\d+)", kind)) or 8) for kind in (*_FLOATS, *_OTHERS)}
@@ -95,29 +88,24 @@ def _read_entry(file: Path, name: str, entry: object, begin: int, size: int) -> 
 def _find_shards(folder: Path) -> tuple[Path, dict[Path, set[str]]]:
     """`(the file that lists the tensors, what an index says that each file holds)`."""
     single, index, files = folder / SINGLE, folder / INDEX, sorted(folder.glob("*.safetensors"))
-    if index.is_file() and not single.is_file():
-        return index, _read_index(index)
-    if single.is_file() or len(files) == 1:
+    if single.is_file() or (len(files) == 1 and not index.is_file()):
         only = single if single.is_file() else files[0]
         return only, {only: set()}
-    if files:
+    if not index.is_file() and files:
         raise LoadError(f"{folder}: {len(files)} safetensors files, but no {SINGLE} or {INDEX} to say which belong together")
-    other = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    found = f"; found {other[0]}, name a GGUF file itself or convert to safetensors" if other else ""
-    raise LoadError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}{found}")
-
-
-def _read_index(index: Path) -> dict[Path, set[str]]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, Mapping) or not weight_map:
+    if not index.is_file():
+        other = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"; found {other[0]}, name a GGUF file itself or convert to safetensors" if other else ""
+        raise LoadError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}{found}")
+    weight_map, shards = read_json(index).get("weight_map"), dict[Path, set[str]]()
+    if not isinstance(weight_map, dict) or not weight_map:
         raise LoadError(f"{index}: weight_map must be an object that is not empty")
-    shards: dict[Path, set[str]] = {}
     for name, value in weight_map.items():
         # a plain name only: the link a hub cache keeps under that name may point anywhere, the index may not
         if not isinstance(value, str) or not re.fullmatch(r"[^/\\\0:]+\.safetensors", value):
             raise LoadError(f"{index}: weight_map places {name} in {value!r}; only a *.safetensors file beside it is allowed")
-        shards.setdefault(index.parent / value, set()).add(name)
+        shards.setdefault(folder / value, set()).add(name)
     for file, names in shards.items():
         if not file.is_file():
-            raise LoadError(f"{file}: missing; {index.name} places {len(names)} tensors there, {min(names)} for one")
-    return dict(sorted(shards.items()))
+            raise LoadError(f"{file}: missing; {INDEX} places {len(names)} tensors there, {min(names)} for one")
+    return index, dict(sorted(shards.items()))
