@@ -6,6 +6,9 @@ ARGS ?=
 PY := .venv/bin/python
 KEY := $(shell cat pyproject.toml setup.py build_kernels.py | cksum | cut -d ' ' -f 1)
 READY := .venv/ready-$(KEY)
+# Without a GPU kernels would take minutes to compile and never run; `make kernels` compiles them anywhere.
+INSTALL_ARCHS := $(or $(SPARKRT_CUDA_ARCHS),$(if $(wildcard /dev/nvidiactl /dev/dxg),,none))
+INSTALL := $(if $(INSTALL_ARCHS),SPARKRT_CUDA_ARCHS=$(INSTALL_ARCHS) )$(PY) -m pip install --quiet --disable-pip-version-check
 READY_DEV := .venv/ready-dev-$(KEY)
 
 .PHONY: help serve test lint format kernels build build-report gpu-test bench goldens clean
@@ -60,6 +63,7 @@ build: $(READY_DEV)
 	@ls dist/*.whl
 
 bench: $(READY)
+	@$(PY) -m benchmarks.kernels $(ARGS)
 	@$(PY) -m benchmarks.engine $(ARGS)
 
 goldens:
@@ -78,10 +82,10 @@ clean:
 
 $(READY): | .venv/bin/python
 	@echo "setting up .venv"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable .
+	@$(INSTALL) --editable .
 	@rm -f .venv/ready-* && touch $@
 
 $(READY_DEV): | .venv/bin/python
 	@echo "setting up .venv for development"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
 	@rm -f .venv/ready-* && touch $(READY) $@

@@ -6,6 +6,7 @@
 
 The kernels are one C library of every csrc/**/*.cu, which knows its architectures and depends on the driver alone; the binding
 is `sparkrt._kernels`, one per Python. SPARKRT_CUDA_ARCHS lists the architectures ("80,90a"); by default the local GPU's, or 90a.
+An installation with SPARKRT_CUDA_ARCHS=none carries no kernels: what `make serve` and `make test` do where there is no GPU.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def find_ninja() -> str:
     except ImportError:
         found = shutil.which("ninja")
         return found or sys.exit("sparkrt: nvcc is here but ninja is not: pip install ninja")
+
+
+def wanted() -> bool:
+    """Whether an installation is to carry kernels: SPARKRT_CUDA_ARCHS=none leaves them out."""
+    return os.environ.get("SPARKRT_CUDA_ARCHS") != "none"
 
 
 def architectures() -> list[str]:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # a build front end need not start here
 
 import build_kernels  # noqa: E402
 
-READY = bool(build_kernels.sources() and build_kernels.find_nvcc())
+READY = bool(build_kernels.sources() and build_kernels.find_nvcc() and build_kernels.wanted())
 
 
 class build_cuda(Command):
@@ -35,7 +35,8 @@ class build_cuda(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        build_kernels.build(self.root.resolve())
+        if build_kernels.wanted():
+            build_kernels.build(self.root.resolve())
 
     @property
     def root(self) -> Path:
