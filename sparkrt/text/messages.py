@@ -1,7 +1,7 @@
-"""Chat messages as clients send them, brought to the one form that chat templates are written for.
+"""Chat messages as clients send them, brought to the one form that chat templates are written for: a copy in plain JSON types.
 
 Content becomes a string ("" where there is none), `developer` becomes `system`, tool-call arguments become objects, other nulls
-disappear, and reasoning is found under each of the names templates read. The result is a copy made of plain JSON types.
+disappear, and reasoning is found under each of the names templates read.
 """
 
 from __future__ import annotations
@@ -12,136 +12,113 @@ from math import isfinite
 from typing import Any
 
 from sparkrt.errors import RequestError
-from sparkrt.text.unicode import check_surrogates
+from sparkrt.text.tokenizer import check_surrogates
 
 _MAX_DEPTH = 100  # of nested objects in messages, tools and template arguments
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+def bad(param: str, why: str) -> RequestError:
+    return RequestError(f"{param}: {why}", param=param)
+
+
 def normalize_messages(messages: object, param: str = "messages") -> list[dict[str, Any]]:
     """Check and copy `messages`. RequestError names the field, such as `messages[1].tool_calls[0].function.arguments`."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(f"{param}: expected a list of messages", param=param)
-    if not messages:
-        raise RequestError(f"{param}: expected at least one message", param=param)
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise bad(param, "expected at least one message" if messages == [] else "expected a list of messages")
     return [_message(message, f"{param}[{i}]") for i, message in enumerate(messages)]
 
 
 def plain(value: object, param: str, depth: int = 0) -> Any:
-    """A copy of JSON data, so that a template can neither reach rich objects nor change the caller's.
-
-    RequestError on lone surrogates, numbers that are not finite, values that are not JSON, and deep nesting.
-    """
+    """A copy of JSON data: a template can neither reach rich objects nor change the caller's. RequestError on anything else."""
     if isinstance(value, str):
-        check_surrogates(value, param)
-        return str(value)
-    if value is None or isinstance(value, bool | int):
+        return _text(value, param)
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value)):
         return value
     if isinstance(value, float):
-        if not isfinite(value):
-            raise RequestError(f"{param}: expected a finite number", param=param)
-        return value
+        raise bad(param, "expected a finite number")
+    if not isinstance(value, Mapping | list | tuple):
+        raise bad(param, "expected JSON data")
     if depth >= _MAX_DEPTH:
-        raise RequestError(f"{param}: nested deeper than {_MAX_DEPTH} levels", param=param)
-    if isinstance(value, Mapping):
-        result = {}
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise RequestError(f"{param}: expected string keys", param=param)
-            check_surrogates(key, param)
-            result[key] = plain(item, f"{param}.{key}", depth + 1)
-        return result
-    if isinstance(value, list | tuple):
+        raise bad(param, f"nested deeper than {_MAX_DEPTH} levels")
+    if not isinstance(value, Mapping):
         return [plain(item, f"{param}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise RequestError(f"{param}: expected JSON data", param=param)
+    if any(not isinstance(key, str) for key in value):
+        raise bad(param, "expected string keys")
+    return {_text(key, param): plain(item, f"{param}.{key}", depth + 1) for key, item in value.items()}
+
+
+def _text(value: object, param: str) -> str:
+    if not isinstance(value, str):
+        raise bad(param, "expected a string")
+    check_surrogates(value, param)
+    return str(value)
 
 
 def _message(message: object, param: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{param}: expected an object with role and content", param=param)
+        raise bad(param, "expected an object with role and content")
     given = {key: value for key, value in message.items() if value is not None}
     role = given.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{param}.role: expected a string such as 'user'", param=f"{param}.role")
-    result: dict[str, Any] = {}
-    for key, value in given.items():
-        result[key] = plain(value, f"{param}.{key}") if key not in ("content", "tool_calls") else value
+        raise bad(f"{param}.role", "expected a string such as 'user'")
+    calls, content = given.pop("tool_calls", None), given.get("content", "")
+    result: dict[str, Any] = {k: "" if k == "content" else plain(value, f"{param}.{k}") for k, value in given.items()}
     result["role"] = "system" if role == "developer" else role
-    calls = result.pop("tool_calls", None)
     if calls:  # an empty list is the same as none
         result["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
     # templates join the content to other strings without asking, that of a mere tool call too
-    result["content"] = _content(result.get("content", ""), f"{param}.content")
+    result["content"] = _content(content, f"{param}.content")
     reasoning = next((result[name] for name in _REASONING if name in result), None)
-    if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise RequestError(f"{param}.reasoning_content: expected a string", param=f"{param}.reasoning_content")
-        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
-    return result
+    if reasoning is None:
+        return result
+    return {"thinking": reasoning, **result, "reasoning_content": _text(reasoning, f"{param}.reasoning_content")}
 
 
 def _content(content: object, param: str) -> str:
     """The text of a content: a string, or the texts of its parts in order."""
     if isinstance(content, str):
-        check_surrogates(content, param)
-        return content
+        return _text(content, param)
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{param}: expected a string, a list of text parts or null", param=param)
+        raise bad(param, "expected a string, a list of text parts or null")
     texts = []
     for i, part in enumerate(content):
         where = f"{param}[{i}]"
         if not isinstance(part, Mapping):
-            raise RequestError(f"{where}: expected an object such as {{'type': 'text', 'text': ...}}", param=where)
-        kind = part.get("type")
+            raise bad(where, "expected an object such as {'type': 'text', 'text': ...}")
+        kind = plain(part.get("type"), f"{where}.type")
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            shown = plain(kind, f"{where}.type")
-            raise RequestError(
-                f"{where}.type: {shown!r} is not supported; this server takes text only ({', '.join(_TEXT_PARTS)})",
-                param=f"{where}.type",
-            )
-        text = part.get(_TEXT_PARTS[kind])
-        if not isinstance(text, str):
-            raise RequestError(f"{where}.{_TEXT_PARTS[kind]}: expected a string", param=f"{where}.{_TEXT_PARTS[kind]}")
-        check_surrogates(text, f"{where}.{_TEXT_PARTS[kind]}")
-        texts.append(text)
+            raise bad(f"{where}.type", f"{kind!r} is not supported; this server takes text only ({', '.join(_TEXT_PARTS)})")
+        texts.append(_text(part.get(_TEXT_PARTS[kind]), f"{where}.{_TEXT_PARTS[kind]}"))
     return "".join(texts)
 
 
 def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise RequestError(f"{param}: expected a list", param=param)
+        raise bad(param, "expected a list")
     result = []
     for i, call in enumerate(calls):
         where = f"{param}[{i}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}.function: expected an object with a name", param=f"{where}.function")
-        copy = plain({key: value for key, value in call.items() if key != "function"}, where)
-        rest = plain({key: value for key, value in function.items() if key != "arguments"}, f"{where}.function")
+            raise bad(f"{where}.function", "expected an object with a name")
+        arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
         # the order of keys is kept: templates may print a call as JSON
-        inner = {key: rest.get(key) for key in function} | {"arguments": _arguments(function.get("arguments"), where)}
-        result.append({key: copy.get(key) for key in call} | {"function": inner})
+        result.append(plain({**call, "function": {**function, "arguments": arguments}}, where))
     return result
 
 
-def _arguments(arguments: object, where: str) -> dict[str, Any]:
-    """Arguments as an object, from an object or its JSON text. None and "" mean none were given."""
-    param = f"{where}.function.arguments"
-    if isinstance(arguments, str) and arguments.strip():
+def _arguments(arguments: object, param: str) -> Mapping[str, Any]:
+    """Arguments as an object, from an object or its JSON text. None, "" and the text "null" mean none were given."""
+    if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_no_constant)
+            arguments = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "nested too deep"
-            raise RequestError(f"{param}: not valid JSON: {reason}", param=param) from None
-    elif arguments is None or isinstance(arguments, str):
-        return {}
-    if arguments is None:  # the text "null"
-        return {}
-    if not isinstance(arguments, Mapping):
-        raise RequestError(f"{param}: expected a JSON object", param=param)
-    copy: dict[str, Any] = plain(arguments, param)
-    return copy
+            raise bad(param, f"not valid JSON: {error if isinstance(error, ValueError) else 'nested too deep'}") from None
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise bad(param, "expected a JSON object")
+    return arguments or {}
 
 
 def _no_constant(name: str) -> float:

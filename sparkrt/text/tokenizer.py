@@ -1,8 +1,7 @@
 """`Tokenizer`: text to token ids and back, with the exact bytes of every token.
 
-Decoding goes by bytes and not by strings, so that an answer cut anywhere, inside a character too, can be put together again
-(`Detokenizer`). Two families of vocabularies have exact bytes: byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and SentencePiece
-pieces with byte fallback (Llama 2). Anything else is decoded by the `tokenizers` package as a whole.
+Decoding goes by bytes and not by strings, so that an answer cut anywhere, inside a character too, can be put together again.
+Byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and SentencePiece pieces with byte fallback (Llama 2) have exact bytes.
 """
 
 from __future__ import annotations
@@ -12,32 +11,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from sparkrt.errors import LoadError, RequestError
-from sparkrt.text.gguf_tokenizer import backend_from_gguf
-from sparkrt.text.unicode import check_surrogates
 
 _SPACE = "▁"  # how SentencePiece writes a blank
+# the characters that stand for bytes in byte-level BPE: printable Latin-1 stands for itself, the rest from U+0100 on
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 
+# A GGUF file names one of two models: "gpt2" (byte-level BPE with merges; `tokenizer.ggml.pre` says how text is cut before
+# merging) and "llama" (SentencePiece: the pair whose joined piece scores best is merged first). It says nothing of Unicode
+# normalization, so text is taken as it comes, which is what the golden vectors of these vocabularies expect.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # values of tokenizer.ggml.token_type
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level BPE: printable Latin-1 stands for itself, the rest from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(plain)]
-    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_level_alphabet()
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_SMOLLM = (r"\p{N}", _GPT2)
+_PRE = {  # how text is cut: each pattern splits what the one before left
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo"), (_GPT2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SMOLLM),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
+}
+_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "cls": "cls", "mask": "mask"}
 
 
 class Tokenizer:
     """A tokenizer of one model. Immutable and safe to share between threads once built.
 
-    `special_tokens` maps roles to token text (`bos_token`, `eos_token`, ...): what chat templates see under these names.
-    `vocab_size` is one more than the largest real id; a model's logits may be padded beyond it.
-    `add_bos` / `add_eos`: whether `encode` adds them; None leaves it to the tokenizer file's own post-processor.
+    `special_tokens` maps roles to token text (`bos_token`, ...), as chat templates see them. `vocab_size` is one more than the
+    largest real id. `add_bos` / `add_eos`: whether `encode` adds them; None leaves it to the file's own post-processor.
     """
 
     def __init__(
@@ -53,26 +62,21 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens)
-        self.bos_token_id = self._id_of("bos_token")
-        eos = self._id_of("eos_token")
+        named = {name: i for name, token in special_tokens.items() if (i := backend.token_to_id(token)) is not None}
+        self.bos_token_id, eos = named.get("bos_token"), named.get("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         added = backend.get_added_tokens_decoder()
-        self._added = {i: t.content.encode() for i, t in added.items()}
-        named = (self._id_of(name) for name in self.special_tokens)
-        self.special_ids = frozenset(i for i, t in added.items() if t.special) | {i for i in named if i is not None}
+        self.special_ids = frozenset({i for i, t in added.items() if t.special} | {*named.values()})
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self._post_process = add_bos is None and add_eos is None
         self._prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         self._suffix = [eos] if add_eos and eos is not None else []
-        self._kind, self._strips_blank = _decoder_kind(backend)
-        self._bytes: dict[int, bytes] = {}
+        self._byte_level, self._strips_blank = _decoder_kind(backend)
+        self._bytes = {i: t.content.encode() for i, t in added.items()}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read `tokenizer.json` and, where present, `tokenizer_config.json` and `special_tokens_map.json`.
-
-        LoadError names a file that is missing or cannot be read.
-        """
+        """From `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`. LoadError names the file at fault."""
         path = Path(folder)
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -84,102 +88,69 @@ class Tokenizer:
         config = read_json(path / "tokenizer_config.json")
         _add_declared_tokens(backend, config.get("added_tokens_decoder"), path / "tokenizer_config.json")
         named = {**read_json(path / "special_tokens_map.json"), **config}
-        add_bos, add_eos = config.get("add_bos_token"), config.get("add_eos_token")
-        return cls(backend, _named_tokens(named), add_bos=add_bos, add_eos=add_eos)
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+        special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        return cls(backend, special, add_bos=config.get("add_bos_token"), add_eos=config.get("add_eos_token"))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Build the tokenizer from the `tokenizer.ggml.*` values of a GGUF file (arrays as lists). LoadError names the key."""
-        parts = backend_from_gguf(metadata)
-        return cls(
-            parts.backend,
-            parts.special_tokens,
-            add_bos=parts.add_bos,
-            add_eos=parts.add_eos,
-            eos_token_ids=parts.eos_token_ids,
-        )
+        return cls(**_parts(metadata))
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str | None = None) -> list[int]:
-        """Token ids of `text`; special tokens written in it become their ids.
-
-        RequestError (naming `param`) if the text holds half of a surrogate pair, which is not Unicode text.
-        """
+        """Token ids of `text`; special tokens written in it become their ids. RequestError: see `check_surrogates`."""
         check_surrogates(text, param)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens and self._post_process).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, continuation: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. RequestError if an id is outside the vocabulary.
 
         `continuation`: the ids follow others, so a leading blank that only SentencePiece's start of text would drop is kept.
-        RequestError if an id is outside the vocabulary.
         """
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise RequestError(f"token id {wrong[0]} is out of vocabulary (0 to {self.vocab_size - 1})", param="tokens")
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.special_ids]
-        if not self.has_exact_bytes:
-            return str(self._backend.decode(ids, skip_special_tokens=False))
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_blank and not continuation else text
 
-    @property
-    def has_exact_bytes(self) -> bool:
-        """Whether text is the concatenation of `token_bytes`."""
-        return self._kind != "opaque"
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; b"" for an id without a token (padding of the vocabulary)."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._token_bytes(token_id)
-        return found
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._token_bytes(token_id)
+        return self._bytes[token_id]
 
     def token_str(self, token_id: int) -> str:
         """The token as readable text; part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token given by its vocabulary entry, such as "<|im_end|>"; None if there is none."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.token_to_id(token)
-
     def _token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id]
         piece = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         if piece is None:
             return b""
-        if self._kind == "byte_level":
+        if self._byte_level:
             codes = [_BYTE_OF.get(char, -1) for char in piece]
             return piece.encode() if -1 in codes else bytes(codes)
-        if self._kind == "opaque":
-            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
 
 
-def _decoder_kind(backend: Backend) -> tuple[str, bool]:
-    """("byte_level" | "pieces" | "opaque", whether decoding drops one blank at the start of a text)."""
-    if backend.decoder is None:
-        return "opaque", False
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
+    """(Whether it is byte-level and not pieces, whether decoding drops one blank at the start). LoadError if it is neither."""
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"decoders": []}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
-    if set(steps) <= {"ByteLevel", "Fuse"} and "ByteLevel" in steps:
-        return "byte_level", False
-    if set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "Replace" in steps:
+    if {"ByteLevel"} <= set(steps) <= {"ByteLevel", "Fuse"}:
+        return True, False
+    if {"Replace"} <= set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         replace, strip = steps["Replace"], steps.get("Strip", {"content": " ", "start": 0, "stop": 0})
-        plain = replace["pattern"] == {"String": _SPACE} and replace["content"] == " "
-        if plain and strip["content"] == " " and strip["start"] <= 1 and strip["stop"] == 0:
-            return "pieces", strip["start"] == 1
+        plain = replace["pattern"] == {"String": _SPACE} and replace["content"] == strip["content"] == " "
+        if plain and strip["start"] <= 1 and strip["stop"] == 0:
+            return False, strip["start"] == 1
     if set(steps) == {"Metaspace"} and steps["Metaspace"]["replacement"] == _SPACE:
-        return "pieces", steps["Metaspace"]["prepend_scheme"] != "never"
-    return "opaque", False
+        return False, steps["Metaspace"]["prepend_scheme"] != "never"
+    raise LoadError(f"the tokenizer's decoder ({', '.join(steps) or 'none'}) is neither byte-level nor SentencePiece's")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -195,16 +166,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every `*_token` entry, written as a string or as an added-token object."""
-    found = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
-
-
 def _add_declared_tokens(backend: Backend, declared: Any, file: Path) -> None:
     """Add the tokens that only tokenizer_config.json knows, at the ids it says."""
     if not isinstance(declared, dict):
@@ -216,3 +177,86 @@ def _add_declared_tokens(backend: Backend, declared: Any, file: Path) -> None:
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if (actual := backend.token_to_id(token.content)) != token_id:
             raise LoadError(f"{file}: added token {token.content!r} should have id {token_id}, tokenizer.json makes it {actual}")
+
+
+def check_surrogates(text: str, param: str | None) -> None:
+    """RequestError naming `param` if `text` holds half of a surrogate pair, which JSON can spell and Unicode text cannot hold."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        what = f"character {error.start} is U+{ord(text[error.start]):04X}, half of a surrogate pair"
+        raise RequestError(f"{param or 'text'}: {what}; expected valid Unicode text", param=param) from None
+
+
+def _parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Tokenizer`, from `tokenizer.ggml.*`. LoadError names a key that is missing or says something unknown."""
+    kind, tokens = _need(metadata, "model"), [str(token) for token in _need(metadata, "tokens")]
+    types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [])] or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise LoadError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens {len(tokens)}")
+    if kind not in ("gpt2", "llama"):
+        raise LoadError(f"tokenizer.ggml.model is {kind!r}; sparkrt reads 'gpt2' and 'llama'")
+    ids = {type_: [i for i, t in enumerate(types) if t == type_] for type_ in set(types)}
+    padding = {*ids.get(_UNUSED, ())}  # of the embedding table: never a token of a text
+    vocab = {tokens[i]: i for i in reversed(range(len(tokens))) if i not in padding}
+    unknown = next((tokens[i] for i in ids.get(_UNKNOWN, ())), None)
+    backend, add_bos = _byte_level(metadata, vocab) if kind == "gpt2" else _sentencepiece(metadata, vocab, unknown)
+    backend.add_special_tokens([AddedToken(tokens[i], special=True, normalized=False) for i in ids.get(_CONTROL, ())])
+    backend.add_tokens([AddedToken(tokens[i], special=False, normalized=False) for i in ids.get(_USER_DEFINED, ())])
+    roles = {}
+    for role in (*_ROLES, "eot", "eom"):
+        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is not None:
+            if not 0 <= int(token_id) < len(tokens):
+                raise LoadError(f"tokenizer.ggml.{role}_token_id is {token_id}, the vocabulary has {len(tokens)} tokens")
+            roles[role] = int(token_id)
+    named = {f"{_ROLES[role]}_token": tokens[i] for role, i in roles.items() if role in _ROLES}
+    ends = [roles[role] for role in ("eos", "eot", "eom") if role in roles]  # all of them end a turn
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    return {"backend": backend, "special_tokens": named, "add_bos": add_bos, "add_eos": add_eos, "eos_token_ids": ends}
+
+
+def _need(metadata: Mapping[str, Any], key: str) -> Any:
+    try:
+        return metadata[f"tokenizer.ggml.{key}"]
+    except KeyError:
+        raise LoadError(f"tokenizer.ggml.{key} is missing: the GGUF file carries no complete tokenizer") from None
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab, merges, **options)
+    except Exception as error:  # the package raises bare Exception
+        raise LoadError(f"tokenizer.ggml.merges: {error}") from None
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Backend, bool]:
+    """The backend, and whether a text begins with bos where the metadata does not say."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _PRE:
+        raise LoadError(f"tokenizer.ggml.pre is {name!r}; sparkrt knows {', '.join(sorted(_PRE))}")
+    llama3 = _PRE[name] == (_LLAMA3,)
+    merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
+    backend = Backend(_bpe(vocab, merges, ignore_merges=llama3))
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE[name]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend, llama3
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int], unknown: str | None) -> tuple[Backend, bool]:
+    scores = _need(metadata, "scores")
+    # every way to join two pieces into a third is a merge; the better the joined piece scores, the earlier it is made
+    ranked = []
+    for piece, token_id in vocab.items():
+        splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        known = sorted((vocab[left], vocab[right], left, right) for left, right in splits if left in vocab and right in vocab)
+        ranked += [(-scores[token_id], token_id, order, *pair[2:]) for order, pair in enumerate(known)]
+    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    backend = Backend(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if prefixed else ([], [])
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend, True

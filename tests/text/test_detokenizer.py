@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkrt.text.detokenizer import Detokenizer
+from sparkrt.text.assembler import Detokenizer
 from sparkrt.text.tokenizer import Tokenizer
-from tests.text.vocabularies import opaque, sentencepiece, tiny
+from tests.text.vocabularies import sentencepiece, tiny
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 EXACT = {"byte level": tiny(), "pieces": sentencepiece()}
@@ -55,15 +55,6 @@ def test_any_ids_at_all(name: str, skip: bool, data: st.DataObject) -> None:
     few = st.integers(0, 258) | st.integers(0, tokenizer.vocab_size - 1)
     ids = data.draw(st.lists(few, max_size=30))
     assert "".join(stream(tokenizer, cut(ids, data), skip)) == tokenizer.decode(ids, skip, continuation=True)
-
-
-@pytest.mark.parametrize("skip", [True, False])
-@given(data=st.data())
-def test_vocabularies_without_exact_bytes(skip: bool, data: st.DataObject) -> None:
-    tokenizer = opaque()
-    assert not tokenizer.has_exact_bytes
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
-    assert "".join(stream(tokenizer, cut(ids, data), skip)) == tokenizer.decode(ids, skip)
 
 
 def test_an_unfinished_character_waits_and_is_flushed_as_in_the_whole_text() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkrt.errors import RequestError
-from sparkrt.text.stop import StopMatcher
+from sparkrt.text.assembler import StopMatcher
 
 LETTERS = st.text("abé", max_size=30)
 STOPS = st.lists(st.text("abé", min_size=1, max_size=5), max_size=6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkrt.errors import LoadError, RequestError
-from sparkrt.text import sandbox
+from sparkrt.text import template as module
 from sparkrt.text.template import ChatTemplate, check_kwargs
 from tests.text.vocabularies import TINY, tiny
 
@@ -47,7 +47,7 @@ def test_filters_and_blocks_of_transformers() -> None:
 def test_strftime_now(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import datetime
 
-    monkeypatch.setattr(sandbox, "now", lambda: datetime(2026, 2, 3))
+    monkeypatch.setattr(module, "now", lambda: datetime(2026, 2, 3))
     assert render("{{ strftime_now('%d %b %Y') }}") == "03 Feb 2026"
 
 

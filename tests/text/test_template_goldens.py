@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparkrt.errors import RequestError
-from sparkrt.text import sandbox
+from sparkrt.text import template as module
 from sparkrt.text.template import ChatTemplate
 from tests.text.inputs import need
 
@@ -24,7 +24,7 @@ MODELS = sorted(RENDERED["expected"])
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "now", lambda: datetime.fromisoformat(RENDERED["now"]))
+    monkeypatch.setattr(module, "now", lambda: datetime.fromisoformat(RENDERED["now"]))
 
 
 def template_of(model: str) -> ChatTemplate:

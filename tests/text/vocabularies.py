@@ -1,13 +1,10 @@
-"""Three small tokenizers, one of each way of decoding: byte-level, pieces with byte fallback, and neither."""
+"""Two small tokenizers, one of each way of decoding: byte-level, and pieces with byte fallback."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from sparkrt.text.tokenizer import Tokenizer
 
@@ -38,14 +35,3 @@ def pieces_metadata() -> dict[str, Any]:
 @cache
 def sentencepiece() -> Tokenizer:
     return Tokenizer.from_gguf(pieces_metadata())
-
-
-@cache
-def opaque() -> Tokenizer:
-    """WordPiece: its decoder joins words by blanks, which no concatenation of token bytes can express."""
-    words = ["[UNK]", "un", "##affable", "the", "##se", "a", "##b", "é", "##é", "b"]
-    backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    backend.add_special_tokens(["[SEP]"])
-    return Tokenizer(backend, {"eos_token": "[SEP]"})
