@@ -1,131 +1,204 @@
-"""From the engine's tokens to pieces of text: the one path that whole answers and streams share."""
+"""One request being answered: from resolved prompts to pieces of text, and from those to a response, whole or streamed."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sparkrt.engine.messages import EngineOutput, Logprob, ModelInfo
+from starlette.requests import ClientDisconnect, Request
+
+from sparkrt.engine.answer import Answer
+from sparkrt.engine.messages import EngineOutput
+from sparkrt.engine.outputs import Logprob, RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
-from sparkrt.serve.protocol import PromptTokensDetails, Usage
+from sparkrt.errors import EngineFatal
+from sparkrt.serve.http import describe, event, event_stream
+from sparkrt.serve.protocol import CachedTokens, GenerationBody, StreamOptions, Usage
 from sparkrt.serve.serving import Serving
-from sparkrt.text.assembler import TextAssembler
-from sparkrt.text.tokenizer import Tokenizer
+
+log = logging.getLogger("sparkrt.serve")
+
+_PRIVATE = ("stop", "logit_bias", "allowed_token_ids", "stop_token_ids")  # or long: not for the log
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one choice gained since its last piece."""
+    """What choice `index`, an answer to `prompt`, gained since its last piece."""
 
     index: int
+    prompt: RequestOutput
+    first: bool
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # the chosen token, then the most likely ones
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
-class Choice:
-    """One sequence: assembles its text, finds its stop strings, counts its tokens."""
+class _Choice:
+    """One sequence: its `Answer`, and how much of it was taken."""
 
-    def __init__(self, index: int, prompt_ids: list[int], params: SamplingParams, info: ModelInfo, tokenizer: Tokenizer) -> None:
-        self.index = index
-        self.prompt_ids = prompt_ids
-        self.tokens = 0  # generated, up to where the answer ends
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[Logprob | None] = []
-        self.finished = False
-        self._piece = Piece(index)
-        self._quiet = frozenset(info.eos_token_ids) - set(params.stop_token_ids)  # stop ids that are no stop_reason
-        self._assembler = TextAssembler(
-            tokenizer,
-            params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
-
-    def feed(self, output: EngineOutput) -> bool:
-        """Take a step's news. True when a stop string has ended the answer and the engine does not know yet."""
-        piece = self._piece
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        delta = self._assembler.feed(output.token_ids, stop_token=output.stop_token)
-        piece.text += delta.text
-        if not delta.finished and output.finish_reason is not None:
-            delta = self._assembler.flush()
-            piece.text += delta.text
-        if delta.finished:  # a stop string, which may come before what the engine stopped at
-            piece.finish_reason, piece.stop_reason = "stop", delta.stop_reason
-        elif output.finish_reason is not None:
-            piece.finish_reason = output.finish_reason
-            piece.stop_reason = None if output.stop_token in self._quiet else output.stop_token
-        used = delta.tokens_used - self.tokens
-        self.tokens = delta.tokens_used
-        piece.token_ids += output.token_ids[:used]
-        piece.logprobs += (output.logprobs or [])[:used]
-        self.finished = piece.finish_reason is not None
-        return self.finished and output.finish_reason is None
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.answer = answer
+        self.over = False  # the last piece was taken
+        self._index = index
+        self._text = self._tokens = 0
 
     def take(self, interval: int | None) -> Piece | None:
-        """The piece gathered so far; None while it shows nothing new, or fewer than `interval` tokens after the first piece.
+        """The next piece; None while it shows nothing new, or fewer than `interval` tokens after the first piece.
 
         Interval None: one piece, the whole answer.
         """
-        piece = self._piece
-        if piece.finish_reason is None:
-            first = self.tokens == len(piece.token_ids)
-            if interval is None or not piece.text or (len(piece.token_ids) < interval and not first):
-                return None
-        self._piece = Piece(self.index)
-        return piece
+        output, text, tokens = self.answer.output, self._text, self._tokens
+        few = interval is None or len(output.text) == text or (len(output.token_ids) - tokens < interval and tokens > 0)
+        if self.over or (few and not self.answer.finished):
+            return None
+        self.over, self._text, self._tokens = self.answer.finished, len(output.text), len(output.token_ids)
+        gained = output.text[text:], output.token_ids[tokens:], (output.logprobs or [])[tokens:]
+        return Piece(self._index, self.answer.result, tokens == 0, *gained, output.finish_reason, output.stop_reason)
 
 
-class Generation:
-    """One HTTP request being answered: `prompts` × `params.n` sequences, choice i * n + j being the j-th of prompt i.
+class Generation(ABC):
+    """`prompts` × `params.n` sequences, choice i * n + j being the j-th of prompt i, in the shape of one API.
 
-    Raises RequestError for what to_requests refuses, before anything is sent to the engine.
+    Making it sends the request to the engine. Raises RequestError for what `to_requests` refuses, before anything is sent.
+    A slow reader delays nobody: answers grow by themselves, and pieces are what they grew by since the last look.
     """
 
-    def __init__(self, answer_id: str, prompts: list[list[int]], params: SamplingParams, serving: Serving) -> None:
-        self.id = answer_id
-        self.created = int(time.time())
-        self.prompts = prompts
+    kind: str  # begins the ids of its answers
+
+    def __init__(self, serving: Serving, body: GenerationBody, prompts: list[list[int]], params: SamplingParams) -> None:
+        self.tokenizer = serving.tokenizer
         self.params = params
-        requests = [
-            request for i, ids in enumerate(prompts) for request in to_requests(ids, params, serving.info, f"{self.id}/{i}")
-        ]
-        self.choices = [
-            Choice(i, request.prompt_ids, params, serving.info, serving.tokenizer) for i, request in enumerate(requests)
-        ]
-        self.answers = serving.client.submit(requests)
+        self.body = body
+        self._head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.args.names[0]}
+        self._prompts = [RequestOutput(f"{self._head['id']}/{i}", None, ids) for i, ids in enumerate(prompts)]
+        self._serving = serving
+        self._began = time.monotonic()
+        self._changed = asyncio.Event()
+        self._admitted = False
+        self._error: Exception | None = None
+        self._choices: dict[str, _Choice] = {}
+        requests = [(p, r) for p in self._prompts for r in to_requests(p.prompt_token_ids, params, serving.info, p.request_id)]
+        for index, (prompt, request) in enumerate(requests):
+            answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer)
+            self._choices[request.request_id] = _Choice(index, answer)
+        serving.client.submit([request for _, request in requests], self)
+        if serving.args.enable_log_requests:
+            shown = {name: value for name, value in asdict(params).items() if name not in _PRIVATE}
+            log.info("%s arrived: %s prompt tokens, %s", self._head["id"], sum(map(len, prompts)), shown)
 
-    async def pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
-        """What became visible, as it comes: at most one piece per choice and round, each choice's last with a finish_reason."""
-        async for news in self.answers:
-            touched = dict.fromkeys(index for index, _ in news)
-            for index, output in news:
-                choice = self.choices[index]
-                if not choice.finished and choice.feed(output):
-                    self.answers.finish(index)
-            found = [piece for index in touched if (piece := self.choices[index].take(interval)) is not None]
-            if found:
+    # told by the engine's client
+
+    def admit(self) -> None:
+        self._admitted = True
+        self._changed.set()
+
+    def take(self, output: EngineOutput) -> None:
+        if output.finish_reason == "error":
+            log.error("request %s failed in the engine: %s", output.request_id, output.error)
+            self.close(EngineFatal("the engine could not finish this request"))
+            return
+        answer = self._choices[output.request_id].answer
+        try:
+            answer.feed(output, time.monotonic() - self._began)
+        except Exception as error:  # others have news in the same message
+            self.close(error)
+        if answer.finished:  # perhaps by a stop string, and the engine does not know yet
+            self._serving.client.forget([output.request_id])
+        self._changed.set()
+
+    def close(self, error: Exception | None = None) -> None:
+        """The engine forgets what still runs: nobody listens any more, or `error` is what they get. Idempotent."""
+        self._serving.client.forget(self._choices)
+        self._error = self._error or error
+        self._changed.set()
+
+    async def respond(self, request: Request) -> Any:
+        """The answer, once the engine has taken the request. Raises what the engine refuses it with."""
+        try:
+            while not self._admitted and self._error is None:
+                await self._change()
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self.close()
+            raise
+        return event_stream(self._events(request)) if self.body.stream else await self._whole(request)
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, request: Request) -> AsyncGenerator[None]:
+        """When the client goes, the engine forgets the request, and whoever waits for it is woken by ClientDisconnect."""
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.close(ClientDisconnect())
+
+        watcher = asyncio.ensure_future(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self.close()
+
+    async def _whole(self, request: Request) -> Any:
+        async with self._watched(request):
+            pieces = [piece async for found in self._pieces(None) for piece in found]
+        return self.write(sorted(pieces, key=lambda piece: piece.index), False, usage=self._usage(), **self._head)
+
+    async def _events(self, request: Request) -> AsyncGenerator[bytes]:
+        """An error after the first byte cannot change the status any more: it is sent as an event."""
+        options = self.body.stream_options or StreamOptions()
+        try:
+            async with self._watched(request):
+                async for pieces in self._pieces(self._serving.args.stream_interval):
+                    usage = self._usage() if options.include_usage and options.continuous_usage_stats else None
+                    parts = [part for piece in pieces for part in self.parts(piece)]
+                    yield b"".join(event(self.write([part], True, usage=usage, **self._head)) for part in parts)
+            if options.include_usage:
+                yield event(self.write([], True, usage=self._usage(), **self._head))
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            yield event(describe(error)[0])
+
+    async def _pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
+        """What became visible, as it comes: each choice's last piece has a finish_reason. Raises what `close` was given."""
+        while not all(choice.over for choice in self._choices.values()):
+            if found := [piece for choice in self._choices.values() if (piece := choice.take(interval)) is not None]:
                 yield found
+            elif self._error is not None:
+                raise self._error
+            else:
+                await self._change()
+        if self._serving.args.enable_log_requests:
+            seconds = time.monotonic() - self._began
+            log.info("%s done: %s tokens in %.3f s", self._head["id"], self._usage().completion_tokens, seconds)
 
-    async def whole(self) -> list[Piece]:
-        """Every choice's whole answer, in order."""
-        return sorted([piece async for pieces in self.pieces(None) for piece in pieces], key=lambda piece: piece.index)
+    async def _change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
-    def usage(self) -> Usage:
+    def _usage(self) -> Any:
         """A prompt counts once however many answers it gets."""
-        prompt = sum(map(len, self.prompts))
-        completion = sum(choice.tokens for choice in self.choices)
-        first = self.choices[:: self.params.n]
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(choice.cached_tokens for choice in first)),
-        )
+        prompt = sum(len(p.prompt_token_ids) for p in self._prompts)
+        completion = sum(len(output.token_ids) for p in self._prompts for output in p.outputs)
+        cached = CachedTokens(cached_tokens=sum(p.num_cached_tokens for p in self._prompts))
+        total = prompt + completion
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
+
+    def parts(self, piece: Piece) -> list[Piece]:
+        """What is sent of a piece, a chunk each."""
+        return [piece]
+
+    @abstractmethod
+    def write(self, pieces: list[Piece], is_chunk: bool, **head: Any) -> Any:
+        """A whole answer, or a chunk of a stream; `head`: what every answer and chunk begins with."""

@@ -7,22 +7,25 @@ requests that come early wait for the model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
 import socket
 import sys
+import textwrap
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparkrt.engine.config import load_engine, load_text
-from sparkrt.errors import CapacityError, LoadError, SparkrtError
-from sparkrt.serve.args import ServeArgs, parse
+from sparkrt.errors import LoadError, SparkrtError
+from sparkrt.serve.args import ENGINE_OPTIONS, ServeArgs, parse
+from sparkrt.serve.cli import VERSION
 from sparkrt.serve.client import EngineClient
 
 if TYPE_CHECKING:
-    from sparkrt.serve.serving import OpenText
+    from sparkrt.serve.serving import OpenText, Serving
     from sparkrt.serve.worker import Loader
 
 log = logging.getLogger("sparkrt.serve")
@@ -42,23 +45,21 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
-    client: EngineClient | None = None
-    try:
-        listener = _listen(args.host, args.port)
-        client = EngineClient(args.engine, loader)
-        client.start()
-        import uvloop
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = _listen(args.host, args.port)
+            client = EngineClient(args.engine, loader)
+            stack.callback(client.close)
+            client.start()
+            import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(args, client, listener, open_text, began))
-    except KeyboardInterrupt:
-        return 0
-    except SparkrtError as error:
-        print(f"sparkrt: error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if client is not None:
-            client.close()
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(args, client, listener, open_text, began))
+        except KeyboardInterrupt:
+            return 0
+        except SparkrtError as error:
+            print(f"sparkrt: error: {error}", file=sys.stderr)
+            return 1
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -71,90 +72,104 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float) -> int:
-    stop, again = _signals()
+    loop = asyncio.get_running_loop()
+    stop, again = asyncio.Event(), asyncio.Event()  # the first Ctrl-C or SIGTERM, and one that ends the patience of the first
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (again if stop.is_set() else stop).set())
     client.attach()
     from sparkrt.serve.app import build_app  # the web stack comes in while the engine loads
-    from sparkrt.serve.listener import HttpServer
+    from sparkrt.serve.http import HttpServer
     from sparkrt.serve.serving import Serving
-    from sparkrt.serve.startup import LoadingView, print_summary
 
     serving = Serving(args, client)
     http = HttpServer(build_app(serving), args.uvicorn_log_level)
     served = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
-        with LoadingView(client):
-            await _first(serving.open(open_text), stop)
-        if not stop.done():
-            print_summary(serving, _url(args.host, listener), time.monotonic() - began)
+        with _loading_shown(client):
+            await _first(serving.open(open_text), stop.wait())
+        if not stop.is_set():
+            port = listener.getsockname()[1]
+            where = f"[{args.host}]:{port}" if ":" in args.host else f"{args.host}:{port}"
+            _print_summary(serving, f"in {time.monotonic() - began:.1f} s at http://{where}/v1")
             gc.collect()
             gc.freeze()  # what is loaded stays: not worth walking again
-            await _first(client.ended(), stop, *([] if args.disable_log_stats else [_log_stats(client)]))
-        if not stop.done():
+            await _first(client.ended(), stop.wait(), *([] if args.disable_log_stats else [_log_stats(client)]))
+        if not stop.is_set():
             log.critical("%s", client.error)
-            await asyncio.wait([stop], timeout=LINGER)
+            await _first(stop.wait(), asyncio.sleep(LINGER))
             return 1
-        client.draining = True
-        http.should_exit = True
-        await asyncio.wait([served, again], timeout=args.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED)
+        client.draining = http.should_exit = True
+        await _first(asyncio.shield(served), again.wait(), asyncio.sleep(args.shutdown_timeout))
         return 0
     finally:
         http.should_exit = True
-        serving.close(CapacityError("the server is shutting down"))
+        serving.close()
         await asyncio.wait([served], timeout=UNWINDING)
         served.cancel()
         await client.stop()
 
 
-def _signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
-    """Futures of the first Ctrl-C or SIGTERM, and of the second, which ends the patience of the first."""
-    loop = asyncio.get_running_loop()
-    first, second = loop.create_future(), loop.create_future()
-
-    def on_signal() -> None:
-        if not first.done():
-            first.set_result(None)
-        elif not second.done():
-            second.set_result(None)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    return first, second
-
-
-async def _first(*things: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Wait until one of them is done; raise what it raised. Coroutines that are not done by then are cancelled."""
+async def _first(*things: Awaitable[Any]) -> None:
+    """Wait until one of them is done, and raise what it raised; cancel the others."""
     futures = [asyncio.ensure_future(thing) for thing in things]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for thing, future in zip(things, futures, strict=True):
-            if thing is not future:
-                future.cancel()
+        for future in futures:
+            future.cancel()
     for future in done:
         future.result()
 
 
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+@contextlib.contextmanager
+def _loading_shown(client: EngineClient) -> Iterator[None]:
+    """A progress bar on a terminal, a line per phase elsewhere; on stderr."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+            client.on_loading = lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)
+            yield
+        return
+    phases: list[str] = []
+
+    def show(what: str, done: int, total: int) -> None:
+        if phases[-1:] != [what]:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+        phases.append(what)
+
+    client.on_loading = show
+    yield
+
+
+def _print_summary(serving: Serving, ready: str) -> None:
+    """To stdout, ending with the URL: scripts read it there, since the port may have been chosen here."""
+    args, info = serving.args, serving.info
+    config = " ".join(f"{name}={value}" for name, value in info.lines if name in ENGINE_OPTIONS)
+    lines = [
+        ("model", f"{info.name} ({info.architecture}), answering to {', '.join(args.names)}"),
+        ("dtype", f"{info.dtype} on {info.device}"),
+        *((what, value) for what, value in info.lines if what not in ENGINE_OPTIONS),
+        ("options", textwrap.fill(config, 110, subsequent_indent=" " * 15, break_long_words=False)),
+        *(("note", note) for note in (*info.warnings, *args.notes)),
+        ("ready", ready),
+    ]
+    print(f"sparkrt {VERSION}", *(f"  {what:<12} {value}" for what, value in lines), sep="\n", flush=True)
 
 
 async def _log_stats(client: EngineClient) -> None:
     """A line of throughput every STATS_INTERVAL in which something happened."""
-    before, at = client.stats, time.monotonic()
+    before = client.stats
     while True:
         await asyncio.sleep(STATS_INTERVAL)
-        now, later = client.stats, time.monotonic()
+        now = client.stats
         prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generation_tokens - before.generation_tokens
         if prompt or generated:
-            used = 1 - now.free_blocks / now.total_blocks if now.total_blocks else 0.0
-            log.info(
-                "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-                "Waiting: %d reqs, KV cache usage: %.1f%%",
-                prompt / (later - at),
-                generated / (later - at),
-                now.running,
-                now.waiting,
-                100 * used,
-            )
-        before, at = now, later
+            busy = f"Running: {now.running} reqs, Waiting: {now.waiting} reqs"
+            used = 100 * (1 - now.free_blocks / max(now.total_blocks, 1))
+            speeds = ((kind, tokens / STATS_INTERVAL) for kind, tokens in (("prompt", prompt), ("generation", generated)))
+            rates = ", ".join(f"Avg {kind} throughput: {speed:.1f} tokens/s" for kind, speed in speeds)
+            log.info("%s, %s, KV cache usage: %.1f%%", rates, busy, used)
+        before = now

@@ -1,4 +1,7 @@
-"""The engine process: loads the model, then drains messages, steps, sends what came out. Idle, it sleeps on the socket."""
+"""The engine process: loads the model, then drains messages, steps, sends what came out. Idle, it sleeps on the socket.
+
+Also what it and the API process say to each other: msgpack of `ToEngine` and `FromEngine`, one per ZeroMQ message.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,54 @@ import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import zmq
 
 from sparkrt.engine.config import EngineConfig, Progress
-from sparkrt.engine.messages import Abort, EngineOutput, EngineRequest, EngineStats, ModelInfo
+from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 from sparkrt.errors import CapacityError, RequestError, SparkrtError
-from sparkrt.serve import wire
+
+if TYPE_CHECKING:
+    from sparkrt.engine.core import EngineCore
 
 log = logging.getLogger("sparkrt.engine")
 
 
-class Engine(Protocol):
-    """What the worker asks of `EngineCore`; the tests' fake has no more than this."""
+class ToEngine(msgspec.Struct, omit_defaults=True):
+    """One with nothing in it asks: are you there?"""
 
-    def add(self, request: EngineRequest) -> None: ...
-    def abort(self, request_ids: Iterable[str]) -> None: ...
-    def step(self) -> list[EngineOutput]: ...
-    @property
-    def has_work(self) -> bool: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
+    add: list[EngineRequest] = []  # the sequences of one HTTP request: all are admitted, or none; answered by a verdict
+    abort: list[str] = []
+    stop: bool = False  # let go of everything and exit 0
 
 
-Loader = Callable[[EngineConfig, Progress], tuple[Engine, Any, ModelInfo]]
+class Verdict(msgspec.Struct):
+    """Status 200: taken. Else a RequestError, or with 503 a CapacityError, and nothing of it runs."""
+
+    request_ids: list[str]
+    status: int = 200
+    message: str = ""
+    param: str | None = None
+    code: str | None = None
+
+
+class FromEngine(msgspec.Struct, omit_defaults=True):
+    loading: tuple[str, int, int] | None = None  # a phase of start-up; units done, in all (bytes, tensors, ...)
+    loaded: ModelInfo | None = None
+    verdict: Verdict | None = None
+    outputs: list[EngineOutput] = []  # of a step
+    stats: EngineStats | None = None  # after it
+    failed: str | None = None  # one line meant for the user, the last words: the process exits 1
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+Loader = Callable[[EngineConfig, Progress], tuple[Any, Any, ModelInfo]]
 """`load_engine`, or a test's stand-in. Pickled by name into the engine process."""
 
 
@@ -55,12 +79,15 @@ def run(address: str, config: EngineConfig, loader: Loader) -> None:
         socket.linger = 1000  # ms: last words must arrive
         socket.connect(address)
         try:
-            core, _, info = loader(config, lambda what, done, total: socket.send(wire.encode(wire.Loading(what, done, total))))
+            from sparkrt.runtime import limit_blas_threads
+
+            limit_blas_threads(spare=1)  # before NumPy is loaded: one core is for the API process
+            core, _, info = loader(config, lambda *phase: socket.send(encode(FromEngine(loading=phase))))
         except Exception as error:
             _fail(socket, error, "loading failed", bool(config.debug))
         gc.collect()
         gc.freeze()  # what is loaded lives as long as the process: not worth walking again
-        socket.send(wire.encode(wire.Loaded(info)))
+        socket.send(encode(FromEngine(loaded=info)))
         try:
             _loop(socket, core)
         except Exception as error:
@@ -69,58 +96,50 @@ def run(address: str, config: EngineConfig, loader: Loader) -> None:
         core.close()
 
 
-def _loop(socket: zmq.Socket[bytes], core: Engine) -> None:
+def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
     while True:
         told = False
         while True:
             try:
-                data = socket.recv(zmq.NOBLOCK if core.has_work or told else 0)
+                message = decode_to_engine(socket.recv(zmq.NOBLOCK if core.has_work or told else 0))
             except zmq.Again:
                 break
-            message = wire.decode_to_engine(data)
-            if isinstance(message, wire.Add):
-                socket.send(wire.encode(_add(core, message.requests)))
-            elif isinstance(message, Abort):
-                core.abort(message.request_ids)
-            elif isinstance(message, wire.Stop):
+            if message.stop:
                 return
+            if message.add:
+                socket.send(encode(FromEngine(verdict=_add(core, message.add))))
+            core.abort(message.abort)
             told = True
         outputs = core.step() if core.has_work else []
         if outputs or told:
-            socket.send(wire.encode(wire.News(outputs, core.stats())))
+            socket.send(encode(FromEngine(outputs=outputs, stats=core.stats())))
 
 
-def _add(core: Engine, requests: list[EngineRequest]) -> wire.Admitted | wire.Refused:
-    ids = [request.request_id for request in requests]
+def _add(core: EngineCore, requests: list[EngineRequest]) -> Verdict:
+    verdict = Verdict([request.request_id for request in requests])
     try:
         for request in requests:
             core.add(request)
-    except RequestError as error:
-        refusal = wire.Refused(ids, error.message, error.param, error.code, error.status)
-    except CapacityError as error:
-        refusal = wire.Refused(ids, str(error), None, None, 503)
-    else:
-        return wire.Admitted(ids)
-    core.abort(ids)
-    return refusal
+    except (RequestError, CapacityError) as error:
+        core.abort(verdict.request_ids)
+        verdict.status, verdict.message = getattr(error, "status", 503), str(error)
+        verdict.param, verdict.code = getattr(error, "param", None), getattr(error, "code", None)
+    return verdict
 
 
-def _fail(socket: zmq.Socket[bytes], error: Exception, what: str, debug: bool) -> None:
+def _fail(socket: zmq.Socket[bytes], error: Exception, what: str, debug: bool) -> NoReturn:
     """Say in one line why, and exit 1. What is not ours is named with its class, and shown in full only when debugging."""
-    if isinstance(error, SparkrtError):
-        message = str(error)
-    else:
-        message = f"{what}: {type(error).__name__}: {error}"
-        if debug:
-            traceback.print_exception(error)
-    socket.send(wire.encode(wire.Failed(" ".join(message.split()))))
+    ours = isinstance(error, SparkrtError)
+    if debug and not ours:
+        traceback.print_exception(error)
+    message = str(error) if ours else f"{what}: {type(error).__name__}: {error}"
+    socket.send(encode(FromEngine(failed=" ".join(message.split()))))
     raise SystemExit(1)
 
 
 def _die_with_parent(address: str) -> None:
-    """A killed API process cannot say Stop: its end is seen here, and nothing is left behind, the socket's folder included."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    """A killed API process cannot say stop: its end is seen here, and nothing is left behind, the socket's folder included."""
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
         os._exit(1)
