@@ -28,10 +28,7 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Watches a text for the first stop string to be complete, the longest one if several end at the same character.
-
-    What is held back is exactly the longest end of the text that begins a stop string. RequestError if one is empty.
-    """
+    """Finds the first stop string to be complete, the longest if several are; holds back only what begins one."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         if "" in stops:
@@ -43,10 +40,7 @@ class StopMatcher:
         self._lengths = sorted({len(stop) for stop in stops}, reverse=True)
 
     def feed(self, text: str, armed: bool = True) -> str:
-        """The part of the text so far that can be given out now. After a match: up to it, then nothing more.
-
-        `armed=False` lets stop strings that end in this piece pass.
-        """
+        """The text that can be given out now; after a match nothing. Unless `armed`, stop strings that end in this piece pass."""
         if self.matched is not None:
             return ""
         whole, seen = self._held + text, len(self._held)
@@ -55,8 +49,7 @@ class StopMatcher:
                 if whole[start:end] in self._stops:
                     self.matched, self._held = whole[start:end], ""
                     return whole[: end if self._include else start]
-        longest = self._lengths[0] if self._lengths else 0
-        tails = range(max(0, len(whole) - longest + 1), len(whole))
+        tails = range(max(0, len(whole) - max(self._lengths, default=0) + 1), len(whole))
         cut = next((at for at in tails if whole[at:] in self._beginnings), len(whole))
         self._held = whole[cut:]
         return whole[:cut]

@@ -88,9 +88,10 @@ def _content(content: object, param: str) -> str:
         if not isinstance(part, Mapping):
             raise bad(where, "expected an object such as {'type': 'text', 'text': ...}")
         kind = plain(part.get("type"), f"{where}.type")
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if key is None:
             raise bad(f"{where}.type", f"{kind!r} is not supported; this server takes text only ({', '.join(_TEXT_PARTS)})")
-        texts.append(_text(part.get(_TEXT_PARTS[kind]), f"{where}.{_TEXT_PARTS[kind]}"))
+        texts.append(_text(part.get(key), f"{where}.{key}"))
     return "".join(texts)
 
 
@@ -113,13 +114,9 @@ def _arguments(arguments: object, param: str) -> Mapping[str, Any]:
     """Arguments as an object, from an object or its JSON text. None, "" and the text "null" mean none were given."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else None
+            arguments = json.loads(arguments, parse_constant=int) if arguments.strip() else None  # int refuses NaN, Infinity
         except (ValueError, RecursionError) as error:
             raise bad(param, f"not valid JSON: {error if isinstance(error, ValueError) else 'nested too deep'}") from None
     if arguments is not None and not isinstance(arguments, Mapping):
         raise bad(param, "expected a JSON object")
     return arguments or {}
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

@@ -37,9 +37,9 @@ _CONTINUE_HERE = "\ue000continue here\ue001 "  # private-use characters; the bla
 
 
 class ChatTemplate:
-    """The chat template of a model: one text, or several by name ("default", "tool_use", ...). Safe to share between threads.
+    """The chat templates of a model by name ("default", "tool_use", ...). Safe to share between threads.
 
-    `special_tokens` are variables of the template (`bos_token`, ...). LoadError names `origin` and line of what is not Jinja.
+    `special_tokens` are variables of a template (`bos_token`, ...). LoadError names `origin` and line of what is not Jinja.
     """
 
     def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str], origin: str = "chat template") -> None:
@@ -55,9 +55,8 @@ class ChatTemplate:
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
         """From `chat_template.jinja` with `additional_chat_templates/`, else `chat_template.json`, else tokenizer_config.json."""
         path = Path(folder)
-        files = {"default": path / "chat_template.jinja"} if (path / "chat_template.jinja").is_file() else {}
-        files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-        texts = {name: _read(file) for name, file in files.items()}
+        texts = {"default": _read(path / "chat_template.jinja")} if (path / "chat_template.jinja").is_file() else {}
+        texts |= {file.stem: _read(file) for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
         for name in ("chat_template.json", "tokenizer_config.json"):
             texts = texts or _by_name(read_json(path / name).get("chat_template"), path / name)
         return cls(texts, tokenizer.special_tokens, f"{path}: chat template")
@@ -66,9 +65,8 @@ class ChatTemplate:
     def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
         """From `tokenizer.chat_template` and the named `tokenizer.chat_template.NAME` of a GGUF file."""
         key = "tokenizer.chat_template"
-        texts = {name.removeprefix(f"{key}."): str(text) for name, text in metadata.items() if name.startswith(f"{key}.")}
-        if key in metadata:
-            texts["default"] = str(metadata[key])
+        texts = {n.removeprefix(f"{key}."): str(text) for n, text in metadata.items() if n.startswith(f"{key}.")}
+        texts |= {"default": str(metadata[key])} if key in metadata else {}
         return cls(texts, tokenizer.special_tokens, key)
 
     @classmethod
@@ -88,14 +86,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text. `kwargs` are variables of the template (`enable_thinking=False`, ...), checked by `check_kwargs`.
-
-        `continue_final_message` leaves the last message open. RequestError on bad messages, and if the template refuses them.
-        """
+        """The prompt text; `kwargs` are variables of the template (see `check_kwargs`). RequestError if it cannot be rendered."""
         check_kwargs(kwargs)
         if continue_final_message and add_generation_prompt:
-            why = "continue_final_message and add_generation_prompt exclude each other: set one of them to false"
-            raise RequestError(why, param="continue_final_message")
+            raise bad("continue_final_message", "it and add_generation_prompt exclude each other: set one of them to false")
         chat, tools = normalize_messages(messages), plain(tools, "tools") or None
         if tools is not None and not isinstance(tools, list):
             raise bad("tools", "expected a list")

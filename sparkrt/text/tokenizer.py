@@ -1,7 +1,7 @@
 """`Tokenizer`: text to token ids and back, with the exact bytes of every token.
 
-Decoding goes by bytes and not by strings, so that an answer cut anywhere, inside a character too, can be put together again.
-Byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and SentencePiece pieces with byte fallback (Llama 2) have exact bytes.
+Decoding goes by bytes, so that an answer cut inside a character can be put together again. Byte-level BPE (GPT-2, Qwen, Llama 3,
+SmolLM) and SentencePiece pieces with byte fallback (Llama 2) have exact bytes.
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ _SPACE = "▁"  # how SentencePiece writes a blank
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 
-# A GGUF file names one of two models: "gpt2" (byte-level BPE with merges; `tokenizer.ggml.pre` says how text is cut before
-# merging) and "llama" (SentencePiece: the pair whose joined piece scores best is merged first). It says nothing of Unicode
-# normalization, so text is taken as it comes, which is what the golden vectors of these vocabularies expect.
+# A GGUF file names one of two models: "gpt2" (byte-level BPE; `pre` says how text is cut before merging) and "llama"
+# (SentencePiece). It says nothing of Unicode normalization: text is taken as it comes, as the golden vectors expect.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # values of tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-_SMOLLM = (r"\p{N}", _GPT2)
 _PRE = {  # how text is cut: each pattern splits what the one before left
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     **dict.fromkeys(("gpt-2", "mpt", "olmo"), (_GPT2,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _SMOLLM),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,)),
 }
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "cls": "cls", "mask": "mask"}
 
 
 class Tokenizer:
-    """A tokenizer of one model. Immutable and safe to share between threads once built.
+    """A tokenizer of one model, safe to share between threads. `vocab_size` is one more than the largest real id.
 
-    `special_tokens` maps roles to token text (`bos_token`, ...), as chat templates see them. `vocab_size` is one more than the
-    largest real id. `add_bos` / `add_eos`: whether `encode` adds them; None leaves it to the file's own post-processor.
+    `special_tokens` maps roles to token text (`bos_token`, ...), as chat templates see them. `add_bos` / `add_eos`: whether
+    `encode` adds them; None leaves it to the file's own post-processor.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, continuation: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. RequestError if an id is outside the vocabulary.
+        """The text of `ids`, with U+FFFD for what is not UTF-8. RequestError if an id is outside the vocabulary.
 
         `continuation`: the ids follow others, so a leading blank that only SentencePiece's start of text would drop is kept.
         """
@@ -118,20 +116,17 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; b"" for an id without a token (padding of the vocabulary)."""
         if token_id not in self._bytes:
-            self._bytes[token_id] = self._token_bytes(token_id)
+            piece = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            self._bytes[token_id] = b"" if piece is None else self._bytes_of(piece)
         return self._bytes[token_id]
 
     def token_str(self, token_id: int) -> str:
         """The token as readable text; part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        piece = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
-        if piece is None:
-            return b""
+    def _bytes_of(self, piece: str) -> bytes:
         if self._byte_level:
-            codes = [_BYTE_OF.get(char, -1) for char in piece]
-            return piece.encode() if -1 in codes else bytes(codes)
+            return bytes(map(_BYTE_OF.__getitem__, piece)) if _BYTE_OF.keys() >= {*piece} else piece.encode()
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
@@ -168,11 +163,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _add_declared_tokens(backend: Backend, declared: Any, file: Path) -> None:
     """Add the tokens that only tokenizer_config.json knows, at the ids it says."""
-    if not isinstance(declared, dict):
-        return
-    known = backend.get_added_tokens_decoder()
-    for token_id, entry in sorted((int(i), entry) for i, entry in declared.items() if int(i) not in known):
-        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    known, given = backend.get_added_tokens_decoder(), declared if isinstance(declared, dict) else {}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for token_id, entry in sorted((int(i), entry) for i, entry in given.items() if int(i) not in known):
         token = AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if (actual := backend.token_to_id(token.content)) != token_id:
@@ -196,32 +189,28 @@ def _parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise LoadError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens {len(tokens)}")
     if kind not in ("gpt2", "llama"):
         raise LoadError(f"tokenizer.ggml.model is {kind!r}; sparkrt reads 'gpt2' and 'llama'")
-    ids = {type_: [i for i, t in enumerate(types) if t == type_] for type_ in set(types)}
-    padding = {*ids.get(_UNUSED, ())}  # of the embedding table: never a token of a text
-    vocab = {tokens[i]: i for i in reversed(range(len(tokens))) if i not in padding}
-    unknown = next((tokens[i] for i in ids.get(_UNKNOWN, ())), None)
+    named = {type_: [token for token, t in zip(tokens, types, strict=True) if t == type_] for type_ in range(_UNUSED)}
+    # padding of the embedding table is never a token of a text; of equal tokens the first counts
+    vocab = {tokens[i]: i for i in reversed(range(len(tokens))) if types[i] != _UNUSED}
+    unknown = next(iter(named[_UNKNOWN]), None)
     backend, add_bos = _byte_level(metadata, vocab) if kind == "gpt2" else _sentencepiece(metadata, vocab, unknown)
-    backend.add_special_tokens([AddedToken(tokens[i], special=True, normalized=False) for i in ids.get(_CONTROL, ())])
-    backend.add_tokens([AddedToken(tokens[i], special=False, normalized=False) for i in ids.get(_USER_DEFINED, ())])
-    roles = {}
-    for role in (*_ROLES, "eot", "eom"):
-        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if token_id is not None:
-            if not 0 <= int(token_id) < len(tokens):
-                raise LoadError(f"tokenizer.ggml.{role}_token_id is {token_id}, the vocabulary has {len(tokens)} tokens")
-            roles[role] = int(token_id)
-    named = {f"{_ROLES[role]}_token": tokens[i] for role, i in roles.items() if role in _ROLES}
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named[_CONTROL]])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in named[_USER_DEFINED]])
+    given = {role: metadata.get(f"tokenizer.ggml.{role}_token_id") for role in (*_ROLES, "eot", "eom")}
+    roles = {role: int(token_id) for role, token_id in given.items() if token_id is not None}
+    for role, token_id in roles.items():
+        if not 0 <= token_id < len(tokens):
+            raise LoadError(f"tokenizer.ggml.{role}_token_id is {token_id}, the vocabulary has {len(tokens)} tokens")
+    special = {f"{_ROLES[role]}_token": tokens[i] for role, i in roles.items() if role in _ROLES}
     ends = [roles[role] for role in ("eos", "eot", "eom") if role in roles]  # all of them end a turn
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
-    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    return {"backend": backend, "special_tokens": named, "add_bos": add_bos, "add_eos": add_eos, "eos_token_ids": ends}
+    add_bos, add_eos = (bool(metadata.get(f"tokenizer.ggml.add_{x}_token", d)) for x, d in (("bos", add_bos), ("eos", False)))
+    return {"backend": backend, "special_tokens": special, "add_bos": add_bos, "add_eos": add_eos, "eos_token_ids": ends}
 
 
 def _need(metadata: Mapping[str, Any], key: str) -> Any:
-    try:
-        return metadata[f"tokenizer.ggml.{key}"]
-    except KeyError:
-        raise LoadError(f"tokenizer.ggml.{key} is missing: the GGUF file carries no complete tokenizer") from None
+    if (name := f"tokenizer.ggml.{key}") not in metadata:
+        raise LoadError(f"{name} is missing: the GGUF file carries no complete tokenizer")
+    return metadata[name]
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
