@@ -23,10 +23,7 @@ limit_blas_threads()
 
 
 def open_backend(device: str = "auto") -> GpuBackend:
-    """The backend called `device`: "host", "cuda", or "auto": CUDA where it can be used, else the host.
-
-    Raises LoadError saying what is missing. "auto" never raises; where there is a GPU that it cannot use, it logs why.
-    """
+    """The backend "host", "cuda" (LoadError says what it lacks) or "auto": CUDA, else the host, logging why a GPU goes unused."""
     if device not in ("auto", "host", "cuda"):
         raise LoadError(f"device {device!r} is unknown; expected 'auto', 'host' or 'cuda'")
     if device != "host":

@@ -1,7 +1,4 @@
-"""`Comm`: what ranks say to each other, and the world of one. Tests have a fake of several (tests/runtime/fake_world.py).
-
-Operations are issued on a stream like any other work; arrays are DeviceArray and results are written in place.
-"""
+"""`Comm`: what ranks say to each other, and the world of one. Tests have a fake of several (tests/runtime/fake_world.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class CommError(EngineFatal):
 
 @runtime_checkable
 class Comm(Protocol):
-    """One rank's end. All ranks call the same collectives in the same order with equal shapes and dtypes.
+    """One rank's end. All ranks call the same collectives, issued on a stream, in the same order with equal shapes and dtypes.
 
     `all_reduce` sums over ranks in place, added in rank order, so that every rank gets the same bits. `all_gather` brings
     every rank's array into out [world, *array.shape]; `broadcast` makes everyone's array root's. `barrier` waits on the host.

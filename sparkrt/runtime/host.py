@@ -64,7 +64,6 @@ class HostBackend(Timeline):
             for kind in fields(Traffic):
                 setattr(counted, kind.name, getattr(self.traffic, kind.name) - getattr(before, kind.name))
 
-    # memory
     def alloc(self, nbytes: int, label: str = "") -> DevicePtr:
         return self._alloc(nbytes, label, pinned=False)
 
@@ -101,7 +100,6 @@ class HostBackend(Timeline):
     def empty(self, shape: Sequence[int], dtype: DType, label: str = "") -> DeviceArray:
         return self.array(self.alloc(prod(shape) * dtype.itemsize, label), dtype, shape)
 
-    # copies
     def copy_h2d(self, dst: DevicePtr, src: Any, stream: Stream | None = None) -> None:
         source = _host_bytes(src, "copy_h2d source")
         self._copy("h2d", self.ledger.resolve(dst, source.nbytes, "copy_h2d"), source, stream, source)
@@ -150,7 +148,6 @@ class HostBackend(Timeline):
         self.traffic.transfer(kind, target.size, None)
         np.copyto(target, source)
 
-    # work
     def launch(self, op: Launchable, args: Sequence[Any], stream: Stream) -> None:
         if self._debug:
             self._check_arguments(op, args)

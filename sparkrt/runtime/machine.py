@@ -57,7 +57,7 @@ def usable_cores() -> int:
 def total_memory() -> int:
     """Bytes of main memory, or of the cgroup's limit where that is less."""
     total, limit = _sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_memory()
-    return total if limit is None else min(total, limit[0])
+    return min(total, limit[0]) if limit else total
 
 
 def available_memory() -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sparkrt.errors import EngineFatal
 from sparkrt.runtime.backend import CaptureError, Event, Graph, GraphExec, Stream
 from sparkrt.runtime.ledger import Traffic
 
 DEFAULT_STREAM = Stream(0, "default")
+_Handle = TypeVar("_Handle", Stream, Event, Graph, GraphExec)
 
 
 class Work(NamedTuple):
@@ -60,30 +61,25 @@ class Timeline:
         self._deferred = deferred
         self._direct = not deferred  # work may simply be run: nothing is captured, nothing waits
         self._handles = count(1)
-        self._known: dict[int, Any] = {0: DEFAULT_STREAM}  # by handle: a stream, an event's mark, or a graph's work
+        self._known: dict[int, Any] = {0: None}  # by handle: of an event its mark, of a graph its work
         self._capture: _Capture | None = None
         self._waiting: deque[Work] = deque()
         self._done = 0  # pieces of work that waited and were run; `_done + len(_waiting)` were issued
 
-    # streams and events
     def create_stream(self, name: str = "") -> Stream:
-        stream = Stream(next(self._handles), name)
-        self._known[stream.handle] = stream
-        return stream
+        return self._add(Stream(next(self._handles), name), None)
 
     def destroy_stream(self, stream: Stream) -> None:
         """The stream's work is finished first, as CUDA would."""
-        self._find(stream)
-        if stream.handle == 0:
+        if stream == DEFAULT_STREAM:
             raise EngineFatal("the default stream cannot be destroyed")
+        self._find(stream)
         self._forbid_capture(f"destroying {stream}")
         self._run_waiting()
         del self._known[stream.handle]
 
     def create_event(self) -> Event:
-        event = Event(next(self._handles))
-        self._known[event.handle] = None  # not recorded yet
-        return event
+        return self._add(Event(next(self._handles)), None)  # not recorded yet
 
     def destroy_event(self, event: Event) -> None:
         self._find(event)
@@ -114,11 +110,10 @@ class Timeline:
         mark.capture.touch(stream)
 
     def event_query(self, event: Event) -> bool:
-        mark = self._mark(event, asking=True)
-        if mark.position <= self._done:
-            return True
-        self._run_waiting(mark.position)  # whoever polls must see it happen; this time it had not
-        return False
+        position = self._mark(event, asking=True).position
+        done = position <= self._done
+        self._run_waiting(position)  # whoever polls must see it happen, the next time
+        return done
 
     def event_synchronize(self, event: Event) -> None:
         mark = self._mark(event, asking=True)
@@ -134,7 +129,6 @@ class Timeline:
         self._run_waiting()
         self.traffic.syncs["device" if stream is None else "stream", stream] += 1
 
-    # graphs
     def begin_capture(self, stream: Stream) -> None:
         self._find(stream)
         self._forbid_capture("a second capture")
@@ -152,17 +146,13 @@ class Timeline:
             raise CaptureError(f"the capture was broken by {capture.broken}")
         if capture.loose:
             raise CaptureError(f"{stream} never waited for what it captured from {list(capture.loose.values())}")
-        graph = Graph(next(self._handles), len(capture.work))
-        self._known[graph.handle] = capture.work
-        return graph
+        return self._add(Graph(next(self._handles), len(capture.work)), capture.work)
 
     def is_capturing(self, stream: Stream) -> bool:
         return self._capture_of(stream) is not None
 
     def instantiate(self, graph: Graph) -> GraphExec:
-        runnable = GraphExec(next(self._handles), graph.nodes)
-        self._known[runnable.handle] = self._find(graph)
-        return runnable
+        return self._add(GraphExec(next(self._handles), graph.nodes), self._find(graph))
 
     def launch_graph(self, graph: GraphExec, stream: Stream) -> None:
         work = self._find(graph)
@@ -173,7 +163,6 @@ class Timeline:
         self._find(graph)
         del self._known[graph.handle]
 
-    # work
     def _issue(self, work: Sequence[Work], stream: Stream) -> None:
         """Run it, let it wait, or record it when the stream is capturing."""
         if capture := self._capture_of(stream):
@@ -208,6 +197,10 @@ class Timeline:
         """The capture that `stream` takes part in."""
         self._find(stream)
         return self._capture if self._capture and stream.handle in self._capture.last else None
+
+    def _add(self, thing: _Handle, what: Any) -> _Handle:
+        self._known[thing.handle] = what
+        return thing
 
     def _find(self, thing: Stream | Event | Graph | GraphExec) -> Any:
         if thing.handle not in self._known:

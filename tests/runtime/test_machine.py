@@ -127,6 +127,28 @@ def test_the_user_and_the_whole_machine_stand(limited: pytest.MonkeyPatch) -> No
     assert os.environ["OPENBLAS_NUM_THREADS"] == ""
 
 
+def test_cores_are_spared_for_neighbours(limited: pytest.MonkeyPatch) -> None:
+    limited.delitem(sys.modules, "numpy")
+    assert machine.limit_blas_threads() == 2  # as the package does when it is imported, or the parent did
+    assert machine.limit_blas_threads(spare=1) == 1
+    assert {os.environ[name] for name in machine._BLAS_VARIABLES} == {"1"}
+    for name in machine._BLAS_VARIABLES:
+        limited.setenv(name, "")
+    assert machine.limit_blas_threads(spare=5) == 1
+    limited.setattr(machine, "usable_cores", lambda: 8)  # the whole machine
+    for name in machine._BLAS_VARIABLES:
+        limited.setenv(name, "")
+    assert machine.limit_blas_threads(spare=1) == 7
+    limited.setenv("OPENBLAS_NUM_THREADS", "3")
+    assert machine.limit_blas_threads(spare=1) is None
+
+
+def test_importing_the_package_loads_no_numpy() -> None:
+    program = "import sys, sparkrt.runtime; print('numpy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
 def test_importing_sparkrt_sets_threads_before_numpy_is_loaded() -> None:
     program = "import os; os.cpu_count = lambda: 4096; import sparkrt.runtime; print(os.environ.get('OPENBLAS_NUM_THREADS'))"
     clean = {k: v for k, v in os.environ.items() if k not in machine._BLAS_VARIABLES}
