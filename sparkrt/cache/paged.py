@@ -1,7 +1,6 @@
 """`PagedKvCache`: keys and values in pages, in groups of layers that share a block table.
 
-Block b of a group is page b in each of its layers: `page_size` tokens as [kv_head, token, head_dim]. A group is one allocation
-[layer, K | V, page, kv_head, token, head_dim], so that copying a block is one pitched copy whatever the number of layers.
+A group is one allocation [layer, K | V, page, kv_head, token, head_dim]: to copy a block, a page in each layer, is one copy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sparkrt.runtime.owner import Owner
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose KV has one shape and one block table. `window`: they look back that many tokens (None: to the start)."""
+    """Layers whose KV has one shape and one block table, and look back `window` tokens (None: to the start)."""
 
     layers: tuple[int, ...]
     dtype: DType
@@ -53,11 +52,7 @@ class KvGroup:
 
 
 class BlockPool:
-    """Which blocks of a group are free, and how many owners the others have. Plain counting, no memory.
-
-    A request is served from the smallest free run that holds it, so that a sequence's pages usually are one ascending run,
-    which readers may treat as contiguous memory, and holes that were just left, still warm, are filled first.
-    """
+    """How many owners each block of a group has. Requests get the smallest free run that holds them: one stretch of memory."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.free_count = num_blocks
@@ -115,18 +110,16 @@ class BlockPool:
             raise EngineFatal(f"{self.free_count} cache blocks free, {len(held)} held of {total}")
 
 
-class PagedKvCache:
+class PagedKvCache(Owner):
     """Every group with `num_blocks` blocks of its own, and one dummy page behind them that padding rows point at."""
 
     def __init__(self, backend: GpuBackend, groups: Sequence[KvGroup], num_blocks: int) -> None:
-        """Raises OutOfMemory; what was taken until then is given back."""
-        self.groups = tuple(groups)
+        super().__init__(backend)
+        self.groups, self.pools = tuple(groups), tuple(BlockPool(num_blocks) for _ in groups)
         self.num_blocks = self.dummy_block = num_blocks
-        self.pools = tuple(BlockPool(num_blocks) for _ in groups)
-        self._owner = Owner(backend)
         self._kv: dict[int, list[DeviceArray]] = {}  # K and V by layer
         try:
-            for group in self.groups:
+            for group in (g for g in self.groups if g.layers):
                 self._allocate(group)
         except BaseException:
             self.close()
@@ -153,7 +146,7 @@ class PagedKvCache:
         if g.layers:
             base, pitch = self.k(g.layers[0]).ptr, (self.num_blocks + 1) * g.page_bytes
             to, source = base.offset(dst * g.page_bytes), base.offset(src * g.page_bytes)
-            self._owner.backend.copy_d2d_2d(to, pitch, source, pitch, g.page_bytes, 2 * len(g.layers), stream)
+            self.backend.copy_d2d_2d(to, pitch, source, pitch, g.page_bytes, 2 * len(g.layers), stream)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Raises EngineFatal unless free + owned = total in every group, `tables` being all there are."""
@@ -161,29 +154,20 @@ class PagedKvCache:
         for i, pool in enumerate(self.pools):
             pool.check_integrity(block for table in live if table.group == i for block in table.blocks)
 
-    def close(self) -> None:
-        """Free the memory; a second call does nothing."""
-        self._owner.close()
-
     def _allocate(self, group: KvGroup) -> None:
-        if not group.layers:
-            return
         taken = self._kv.keys() & set(group.layers)
         if taken or len(set(group.layers)) < len(group.layers):
             raise ValueError(f"layers {sorted(taken) or list(group.layers)} are in the cache twice")
-        backend, pages = self._owner.backend, self.num_blocks + 1
-        base = self._owner.alloc(group.nbytes(self.num_blocks), f"kv cache of {len(group.layers)} layers")
+        pages, base = self.num_blocks + 1, self.alloc(group.nbytes(self.num_blocks), f"kv cache of {len(group.layers)} layers")
         for i in range(2 * len(group.layers)):
             start, shape = base.offset(i * pages * group.page_bytes), (pages, group.kv_heads, group.page_size, group.head_dim)
-            self._kv.setdefault(group.layers[i // 2], []).append(backend.array(start, group.dtype, shape))
+            self._kv.setdefault(group.layers[i // 2], []).append(self.backend.array(start, group.dtype, shape))
             # Padding rows read the dummy page: zeros keep them finite, whatever the memory held before.
-            backend.memset(start.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
+            self.backend.memset(start.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
 
 
 class BlockTable:
     """The blocks of one sequence in one group, in token order. `shared` of them, from the first, may have other owners."""
-
-    __slots__ = ("_cache", "_pool", "blocks", "group", "page_size", "shared")
 
     def __init__(self, cache: PagedKvCache, group: int) -> None:
         self.group, self.shared, self.page_size = group, 0, cache.groups[group].page_size
@@ -196,7 +180,7 @@ class BlockTable:
         return len(self.blocks) * self.page_size
 
     def extend_to(self, tokens: int) -> None:
-        """Make room for `tokens`. Raises CapacityError, changing nothing, when the pool is short."""
+        """Make room for `tokens`. CapacityError changes nothing."""
         missing = self._cache.groups[self.group].blocks_for(tokens) - len(self.blocks)
         if missing > 0:
             self.blocks += self._pool.alloc(missing, self.blocks[-1] if self.blocks else None)

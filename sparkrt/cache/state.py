@@ -1,7 +1,6 @@
-"""`StatePool`: recurrent and convolution state of every sequence, at fixed addresses by slot, as captured graphs need.
+"""`StatePool`: recurrent and convolution state of every sequence, at fixed addresses by slot, with a dummy slot behind the last.
 
-The row behind the last slot is the dummy that padding rows use. A fresh slot is not cleared: a sequence that starts at
-position 0 reads neither the state nor ring columns of negative positions.
+A fresh slot is not cleared: a sequence at position 0 reads neither the state nor ring columns of negative positions.
 """
 
 from __future__ import annotations
@@ -57,12 +56,11 @@ class StatePlan:
         return self.layers * (self.slots + 1) * (self.depth * self.state_bytes + self.ring_bytes)
 
 
-# Where a slot's state and its ring lie: the first layer's, and the bytes from a layer to the next.
-_Places = list[tuple[DevicePtr, int]]
+_Places = list[tuple[DevicePtr, int]]  # where a slot's state and ring lie: in the first layer, and bytes to the next layer
 
 
-class StatePool:
-    """Slots 0 … slots-1. Without layers (a pure attention model) slots are indices and nothing is allocated."""
+class StatePool(Owner):
+    """Slots 0 … slots-1; without layers (a pure attention model) mere indices. OutOfMemory gives back what was taken."""
 
     def __init__(
         self,
@@ -74,16 +72,15 @@ class StatePool:
         ring: int = 4,
         depth: int = 1,
     ) -> None:
-        """Raises OutOfMemory; what was taken until then is given back."""
+        super().__init__(backend)
         if slots < 1 or ring < 1 or depth < 1:
             raise ValueError(f"a state pool of {slots} slots, {ring} ring columns, depth {depth}")
         self.plan = StatePlan(len(layers), slots, StateDims(*dims), conv_dtype, ring, depth)
         self.slots = self.dummy_slot = slots
-        self._owner = Owner(backend)
         self._free = list(range(slots - 1, -1, -1))  # taken from the end: slot 0 first, then the one last released
-        self._held: set[int] = set()
         self._arrays: dict[tuple[int, int | None], DeviceArray] = {}  # states by layer and depth, rings under None
         self._bases: _Places = []
+        self._sizes = (self.plan.state_bytes, self.plan.ring_bytes) if layers else ()
         try:
             if layers:
                 self._allocate(layers)
@@ -107,18 +104,16 @@ class StatePool:
         """Raises CapacityError when all slots are taken."""
         if not self._free:
             raise CapacityError(f"all {self.slots} sequence slots are taken")
-        slot = self._free.pop()
-        self._held.add(slot)
-        return SlotGuard(self, slot)
+        return SlotGuard(self, self._free.pop())
 
     def copy_slot(self, src: int, dst: int, stream: Stream | None = None) -> None:
-        """Live state and ring of all layers, from one slot to another: two copies, whatever the number of layers."""
+        """Live state and ring of all layers: two copies, whatever their number."""
         if src != dst:
             self._copy(self._slot(dst), self._slot(src), stream)
 
     def snapshot(self, slot: int, stream: Stream | None = None) -> StateSnapshot:
         """A copy of a slot's live state outside the pool. Raises OutOfMemory. Close it when done."""
-        p, source, saved = self.plan, self._slot(slot), StateSnapshot(self._owner.backend)
+        p, source, saved = self.plan, self._slot(slot), StateSnapshot(self.backend)
         try:
             base = saved.alloc(p.snapshot_bytes, "state snapshot")
             saved.places = [(base, p.state_bytes), (base.offset(p.layers * p.state_bytes), p.ring_bytes)]
@@ -134,44 +129,35 @@ class StatePool:
 
     def check_integrity(self, guards: Iterable[SlotGuard]) -> None:
         """Raises EngineFatal unless free + owned = total, `guards` being all that live."""
-        owned = sorted(guard.index for guard in guards)
-        if owned != sorted(self._held) or sorted([*self._free, *owned]) != list(range(self.slots)):
-            raise EngineFatal(f"state slots: {owned} owned, {sorted(self._held)} held, {len(self._free)} of {self.slots} free")
-
-    def close(self) -> None:
-        """Free the memory; a second call does nothing."""
-        self._owner.close()
+        owned, held = sorted(guard.index for guard in guards), sorted({*range(self.slots)} - {*self._free})
+        if owned != held or len(owned) + len(self._free) != self.slots:
+            raise EngineFatal(f"state slots: {owned} owned, {held} held, {len(self._free)} of {self.slots} free")
 
     def _allocate(self, layers: Sequence[int]) -> None:
-        p, backend, rows = self.plan, self._owner.backend, self.slots + 1
+        p, rows = self.plan, self.slots + 1
         depths: list[int | None] = list(range(p.depth))
         state, ring = (p.state_bytes, float32, p.dims[:3]), (p.ring_bytes, p.conv_dtype, (p.ring, p.dims.conv_channels))
         for label, kinds, (size, dtype, shape) in (("recurrent state", depths, state), ("conv state", [None], ring)):
-            base, pitch = self._owner.alloc(len(layers) * len(kinds) * rows * size, label), len(kinds) * rows * size
+            base, pitch = self.alloc(len(layers) * len(kinds) * rows * size, label), len(kinds) * rows * size
             self._bases.append((base, pitch))
             for i, key in enumerate((layer, kind) for layer in layers for kind in kinds):
                 start = base.offset(i * rows * size)
-                self._arrays[key] = backend.array(start, dtype, (rows, *shape))
+                self._arrays[key] = self.backend.array(start, dtype, (rows, *shape))
                 # Padding rows update the dummy slot over and over: zeros keep it finite.
-                backend.memset(start.offset(self.dummy_slot * size), 0, size)
+                self.backend.memset(start.offset(self.dummy_slot * size), 0, size)
 
     def _slot(self, slot: int) -> _Places:
         if not 0 <= slot <= self.dummy_slot:
             raise EngineFatal(f"state slot {slot} of {self.slots}")
-        sizes = (self.plan.state_bytes, self.plan.ring_bytes)
-        return [(base.offset(slot * size), pitch) for (base, pitch), size in zip(self._bases, sizes, strict=False)]
+        return [(base.offset(slot * size), pitch) for (base, pitch), size in zip(self._bases, self._sizes, strict=True)]
 
     def _copy(self, dst: _Places, src: _Places, stream: Stream | None) -> None:
-        p = self.plan
-        if p.layers:
-            for (to, to_pitch), (source, pitch), size in zip(dst, src, (p.state_bytes, p.ring_bytes), strict=True):
-                self._owner.backend.copy_d2d_2d(to, to_pitch, source, pitch, size, p.layers, stream)
+        for (to, to_pitch), (source, pitch), size in zip(dst, src, self._sizes, strict=False):
+            self.backend.copy_d2d_2d(to, to_pitch, source, pitch, size, self.plan.layers, stream)
 
 
 class SlotGuard:
     """One slot, owned until `release`, which happens exactly once."""
-
-    __slots__ = ("_pool", "held", "index")
 
     def __init__(self, pool: StatePool, index: int) -> None:
         self._pool, self.index, self.held = pool, index, True
@@ -181,7 +167,6 @@ class SlotGuard:
         if not self.held:
             raise EngineFatal(f"state slot {self.index} is released twice")
         self.held = False
-        self._pool._held.remove(self.index)
         self._pool._free.append(self.index)
 
 
