@@ -70,19 +70,19 @@ class BlockPool:
             raise ValueError(f"{n} blocks wanted")
         if n > self.free_count:
             raise CapacityError(f"{n} cache blocks wanted, {self.free_count} of {self.num_blocks} are free")
-        taken: list[int] = []
-        while want := n - len(taken):
-            edges = np.flatnonzero(np.diff(self._refs == 0, prepend=False, append=False))
-            starts, lengths = edges[::2], edges[1::2] - edges[::2]
-            fitting = np.where(lengths < want, self.num_blocks + 1, lengths)
-            run = np.argmin(fitting) if lengths.max() >= want else np.argmax(lengths)
-            if after is not None and (behind := np.flatnonzero(starts == after + 1)).size:
-                run = behind[0]
-            start, stop = int(starts[run]), int(starts[run] + min(want, lengths[run]))
-            self._refs[start:stop] = 1
-            taken.extend(range(start, stop))
+        if n == 0:
+            return []
+        edges = np.flatnonzero(np.diff(self._refs == 0, prepend=False, append=False))
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        fitting = np.where(lengths < n, self.num_blocks + 1, lengths)
+        run = np.argmin(fitting)
+        if after is not None and (behind := np.flatnonzero((starts == after + 1) & (lengths >= n))).size:
+            run = behind[0]
+        # Where no run holds them all, pieces from the front: one pass however scattered the pool is.
+        taken = np.arange(starts[run], starts[run] + n) if lengths[run] >= n else np.flatnonzero(self._refs == 0)[:n]
+        self._refs[taken] = 1
         self.free_count -= n
-        return taken
+        return [int(block) for block in taken]
 
     def incref(self, block: int) -> None:
         """One more owner. Raises EngineFatal on a free block: its contents belong to nobody."""

@@ -32,12 +32,12 @@ def test_the_smallest_hole_that_fits_is_filled() -> None:
     assert pool.alloc(4) == [4, 5, 6, 7]
 
 
-def test_fragments_are_joined_longest_first() -> None:
+def test_fragments_are_joined_from_the_front() -> None:
     pool = BlockPool(12)
     pool.alloc(12)
     for block in (0, 2, 3, 4, 7, 8):
         pool.decref(block)
-    assert pool.alloc(6) == [2, 3, 4, 7, 8, 0]
+    assert pool.alloc(6) == [0, 2, 3, 4, 7, 8]
 
 
 def test_growth_continues_the_run_behind_a_block() -> None:
