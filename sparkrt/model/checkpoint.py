@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
-from sparkrt.model.families import family_of, read_config
+from sparkrt.model.families import read_config
 from sparkrt.model.keys import ConfigKeys, read_json
 from sparkrt.model.loading.safetensors import SafetensorsStore
 from sparkrt.model.source import PLAIN, CheckpointSource, DummySource, TensorStore, WeightSource
@@ -48,16 +48,10 @@ def open_checkpoint(model: str | Path | None = None, load_format: str = "auto", 
     dummy = load_format == "dummy"
     path = bundled_model() if model is None else _locate(str(model), weights=not dummy)
     is_gguf = path.is_file()
-    store: TensorStore | None
     if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
         raise LoadError(f"{path}: load format {load_format} was asked for, but this is {'a GGUF file' if is_gguf else 'not one'}")
-    if is_gguf:
-        from sparkrt.model.loading.gguf import read_gguf  # 50 ms, and most start-ups are of folders
-
-        config, generation, store = read_gguf(path)
-    else:
-        config, generation, store = _read_folder(path, dummy)
-    folder, metadata = None if is_gguf else path, getattr(store, "metadata", None)
+    config, generation, store = _read(path, dummy)
+    folder, metadata = None if is_gguf else path, store.metadata if store else None
     if store is None or dummy:
         config = replace(config, dtype=config.dtype or "bfloat16")
         return Checkpoint(config, DummySource(config, seed), folder, generation, metadata)
@@ -94,14 +88,18 @@ def _fetch(model: str, *, weights: bool) -> Path:
         raise LoadError(f"{model}: not a folder here, and cannot be fetched from the hub: {error}") from error
 
 
-def _read_folder(folder: Path, dummy: bool) -> tuple[ModelConfig, dict[str, object], TensorStore | None]:
-    keys = ConfigKeys(read_json(folder / "config.json"), str(folder / "config.json"))
-    config = read_config(family_of(keys), keys)
-    file = folder / "generation_config.json"
+def _read(path: Path, dummy: bool) -> tuple[ModelConfig, dict[str, object], TensorStore | None]:
+    """`(configuration, generation_config, tensors)`, without tensors of a folder for dummy weights."""
+    if path.is_file():
+        from sparkrt.model.loading.gguf import read_gguf  # 50 ms, and most start-ups are of folders
+
+        return read_gguf(path)
+    keys = ConfigKeys(read_json(path / "config.json"), str(path / "config.json"))
+    config = read_config(keys)
+    file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
-    stop_ids = (*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids)
-    config = replace(config, eos_token_ids=tuple(dict.fromkeys(stop_ids)))
-    return config, generation, None if dummy else SafetensorsStore(folder)
+    eos = dict.fromkeys((*ConfigKeys(generation, str(file)).integers("eos_token_id"), *config.eos_token_ids))
+    return replace(config, eos_token_ids=tuple(eos)), generation, None if dummy else SafetensorsStore(path)
 
 
 def _assemble(config: ModelConfig, store: TensorStore, layout: Layout) -> tuple[ModelConfig, CheckpointSource]:
@@ -113,11 +111,11 @@ def _assemble(config: ModelConfig, store: TensorStore, layout: Layout) -> tuple[
     # an output head that is there is used, whatever the configuration says
     config = replace(config, tie_word_embeddings=head not in store.tensors, dtype=config.dtype or stored)
     made = recipes(expected_tensors(config), config, layout, store.tensors)
-    if layout.places["mtp.fc"] in store.tensors:
-        with_mtp = replace(config, mtp_layers=1)
-        extra = recipes(mtp_tensors(with_mtp), with_mtp, layout, store.tensors)
-        if all(name in store.tensors for recipe in extra.values() for name in recipe.names):
-            config, made = with_mtp, made | extra
-        else:
-            _log.warning("%s: the multi-token-prediction module is incomplete and will not be used", store.origin)
+    with_mtp = replace(config, mtp_layers=1)
+    extra = recipes(mtp_tensors(with_mtp), with_mtp, layout, store.tensors)
+    found = [name in store.tensors for recipe in extra.values() for name in recipe.names]
+    if all(found):
+        config, made = with_mtp, made | extra
+    elif any(found):
+        _log.warning("%s: the multi-token-prediction module is incomplete and will not be used", store.origin)
     return config, CheckpointSource(store, made, layout.known)

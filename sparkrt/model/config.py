@@ -46,7 +46,6 @@ class GdnConfig:
     num_v_heads: int
     k_dim: int
     v_dim: int
-    conv_kernel: int = 4
 
     @property
     def value_size(self) -> int:
@@ -54,7 +53,7 @@ class GdnConfig:
 
     @property
     def conv_channels(self) -> int:
-        """q | k | v, the channels under the causal convolution."""
+        """q | k | v, the channels under the causal convolution of 4 taps."""
         return 2 * self.num_k_heads * self.k_dim + self.value_size
 
 

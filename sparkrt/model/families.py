@@ -29,15 +29,12 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / heads
 
 
-_QWEN3_5 = (
-    "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration "
-    "qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe qwen35 qwen35moe"
-)
-_QWEN3 = "Qwen3ForCausalLM Qwen3MoeForCausalLM qwen3 qwen3_moe qwen3moe"
+_QWEN3_5 = "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"
+_QWEN3_5 += " qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe qwen35 qwen35moe"
 FAMILIES = (
     Family("qwen3_5", _QWEN3_5, hybrid=True, experts=True, qk_norm=True, head_dim=256),
     Family("qwen3_next", "Qwen3NextForCausalLM qwen3_next qwen3next", hybrid=True, experts=True, qk_norm=True, head_dim=256),
-    Family("qwen3", _QWEN3, experts=True, qk_norm=True, head_dim=128),
+    Family("qwen3", "Qwen3ForCausalLM Qwen3MoeForCausalLM qwen3 qwen3_moe qwen3moe", experts=True, qk_norm=True, head_dim=128),
     Family("qwen2", "Qwen2ForCausalLM qwen2", qkv_bias=True),
     Family("llama", "LlamaForCausalLM llama"),
 )
@@ -53,9 +50,9 @@ def family_of(keys: ConfigKeys) -> Family:
     raise keys.fault(key, f"is {found!r}, which cannot be served. Supported: {' '.join(f.known_as for f in FAMILIES)}")
 
 
-def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
+def read_config(root: ConfigKeys) -> ModelConfig:
     """The `ModelConfig` of a configuration; its dtype is "" where no key tells. Raises LoadError naming file and key."""
-    text = root.section("text_config") or root
+    family, text = family_of(root), root.section("text_config") or root
     both, names = (root,) if text is root else (root, text), root.texts("architectures")
     for keys, key in itertools.product(both, ("quantization_config", "compression_config")):
         if (section := keys.section(key)) is not None:
@@ -63,8 +60,7 @@ def read_config(family: Family, root: ConfigKeys) -> ModelConfig:
             raise keys.fault(key, f"asks for {method} weights, which cannot be served yet; a BF16 checkpoint or a GGUF file can")
     tied = [keys.flag("tie_word_embeddings", False) for keys in both if "tie_word_embeddings" in keys.values]
     if len(set(tied)) > 1:
-        message = "%s: tie_word_embeddings is %s and text_config.tie_word_embeddings is %s; an output head is used if it is there"
-        _log.warning(message, root.file, *tied)
+        _log.warning("tie_word_embeddings is %s, text_config.tie_word_embeddings is %s: a head that is there is used", *tied)
     text.only("hidden_act", ("silu", "swish"), "the feed-forward layers are SwiGLU")
     text.only("mlp_bias", (False,), "the feed-forward layers have no biases")
     moe = _moe(family, text) if family.experts else None
@@ -93,8 +89,6 @@ def _attention(family: Family, text: ConfigKeys) -> tuple[AttentionConfig, int]:
     kv_heads = text.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise text.fault("num_key_value_heads", f"of {kv_heads} does not divide num_attention_heads ({heads})")
-    if family.head_dim is None and "head_dim" not in text.values and hidden % heads:
-        raise text.fault("head_dim", f"is missing, and num_attention_heads ({heads}) does not divide hidden_size ({hidden})")
     dim = text.integer("head_dim", family.head_dim or hidden // heads)
     rope, limit = _rope(text, dim, 0.25 if family.hybrid else 1.0)
     bias = not family.qkv_bias and text.flag("attention_bias", False)
@@ -125,9 +119,8 @@ def _rope(text: ConfigKeys, head_dim: int, default_fraction: float) -> tuple[Rop
     factor = rope.number("factor") if kind != "default" else 1.0
     original = rope.integer("original_max_position_embeddings", text.integer("original_max_position_embeddings", limit))
     theta = rope.number("rope_theta", text.number("rope_theta", 1e4))
-    may_be_zero = {"low_freq_factor": False, "high_freq_factor": False, "beta_fast": False, "beta_slow": False}
-    may_be_zero |= {"attention_factor": True, "mscale": True, "mscale_all_dim": True}
-    more: dict[str, Any] = {key: rope.number(key, zero=zero) for key, zero in may_be_zero.items() if key in rope.values}
+    keys = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    more: dict[str, Any] = {key: rope.number(key) for key in keys if key in rope.values}
     settings = RopeConfig(theta, rotary_dim, kind, factor, original, truncate=rope.flag("truncate", True), **more)
     if kind == "llama3" and settings.high_freq_factor <= settings.low_freq_factor:
         raise rope.fault("high_freq_factor", f"must be above low_freq_factor ({settings.low_freq_factor})")
@@ -135,7 +128,7 @@ def _rope(text: ConfigKeys, head_dim: int, default_fraction: float) -> tuple[Rop
 
 
 def _gdn(text: ConfigKeys) -> GdnConfig:
-    sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
+    sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
     gdn = GdnConfig(*(text.integer(f"linear_{key}", default) for key, default in sizes.items()))
     if gdn.num_v_heads % gdn.num_k_heads:
         raise text.fault("linear_num_value_heads", f"of {gdn.num_v_heads} is no multiple of the {gdn.num_k_heads} key heads")
@@ -151,8 +144,7 @@ def _moe(family: Family, text: ConfigKeys) -> MoeConfig | None:
         return None
     top_k, inner = text.integer("num_experts_per_tok", maximum=experts), text.integer("moe_intermediate_size")
     shared = text.integer("shared_expert_intermediate_size", 0, minimum=0)
-    # Qwen3.5 has no such key, and it is false where Qwen3 leaves it out
-    renormalize = family.name == "qwen3_5" or text.flag("norm_topk_prob", family.name != "qwen3")
+    renormalize = family.name == "qwen3_5" or text.flag("norm_topk_prob", family.name != "qwen3")  # Qwen3.5 has no such key
     return MoeConfig(experts, top_k, inner, shared, renormalize)
 
 

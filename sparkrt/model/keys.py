@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 class ConfigKeys:
-    """One level of a configuration. A null counts as absent; a key without a default is required.
-
-    `section` is put before key names in messages, `aliases` gives the name a key has in the file where that differs.
-    """
+    """One level of a configuration; null counts as absent. Messages have `section` before keys, and the file's own names."""
 
     def __init__(self, values: Mapping[str, object], file: str, section: str = "", aliases: dict[str, str] | None = None) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
@@ -48,10 +44,9 @@ class ConfigKeys:
         what = f"an integer from {minimum} to {maximum}"
         return int(self._checked(key, default, what, lambda v: type(v) is int and minimum <= v <= maximum))
 
-    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A finite number above zero (`zero`: or zero)."""
-        what, least = "a finite number above zero", 0.0 if zero else sys.float_info.min
-        return float(self._checked(key, default, what, lambda v: type(v) in (int, float) and least <= v <= 1e300))
+    def number(self, key: str, default: float | None = None) -> float:
+        what = "a finite number above zero"
+        return float(self._checked(key, default, what, lambda v: type(v) in (int, float) and 0 < v <= 1e300))
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self._checked(key, default, "true or false", lambda v: isinstance(v, bool)))

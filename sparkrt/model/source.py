@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.spec import Recipe, Shape, expected_tensors
-from sparkrt.runtime import dtypes
 
 _POOL = 1 << 24  # elements of dummy weights; more tensors overlap themselves the smaller it is
 _SLACK = 1 << 12  # room to begin at an offset of the tensor's own
@@ -31,18 +30,17 @@ class StoredTensor:
     file: Path
     kind: str
     shape: tuple[int, ...]
-    start: int  # bytes from the beginning of the file
-    stop: int
+    data: np.ndarray  # its bytes, mapped read-only
 
 
 class TensorStore:
-    """Opened and checked files: every tensor lies wholly inside its file. `origin` is the file that lists the tensors."""
+    """Opened and checked files: every tensor lies wholly inside its file. `origin` is the file that lists them."""
 
     kinds: tuple[str, ...] = tuple(PLAIN)  # the element types that `read` can deliver
+    metadata: dict[str, object] | None = None
 
-    def __init__(self, origin: Path, files: Iterable[Path]) -> None:
+    def __init__(self, origin: Path) -> None:
         self.origin, self.tensors = origin, dict[str, StoredTensor]()
-        self._maps = {file: map_file(file) for file in files}
 
     def dtype(self, name: str) -> np.dtype:
         """What `read` delivers for a tensor of one of `kinds`: float32 for quantized ones."""
@@ -50,14 +48,7 @@ class TensorStore:
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows along axis 0: a view of the mapped file."""
-        return self._bytes(name).view(self.dtype(name)).reshape(self.tensors[name].shape)[rows]
-
-    def close(self) -> None:
-        self._maps.clear()
-
-    def _bytes(self, name: str) -> np.ndarray:
-        tensor = self.tensors[name]
-        return self._maps[tensor.file][tensor.start : tensor.stop]
+        return self.tensors[name].data.view(self.dtype(name)).reshape(self.tensors[name].shape)[rows]
 
 
 def map_file(path: Path) -> np.ndarray:
@@ -80,9 +71,6 @@ class WeightSource(Protocol):
     def names(self) -> set[str]:
         return set(self.shapes)
 
-    def shape(self, name: str) -> Shape:
-        return self.shapes[name]
-
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
         """The tensor or its `rows` along axis 0 (step 1), in float32, float16 or bfloat16; no copy where the file allows it."""
         ...
@@ -104,16 +92,15 @@ class CheckpointSource(WeightSource):
         for recipe in recipes.values():
             if missing := [name for name in recipe.names if name not in store.tensors]:
                 raise LoadError(f"{store.origin}: tensor {missing[0]} is missing (1 of {len(missing)})")
-            for tensor in map(store.tensors.__getitem__, recipe.names):
-                fault = f"{tensor.file}: tensor {tensor.name} has"
-                if tensor.shape != recipe.stored:
-                    raise LoadError(f"{fault} shape {list(tensor.shape)}, expected {list(recipe.stored)}")
-                if tensor.kind not in store.kinds:
-                    raise LoadError(f"{fault} dtype {tensor.kind}, expected {', '.join(store.kinds)}")
+            for t in map(store.tensors.__getitem__, recipe.names):
+                if t.shape != recipe.stored:
+                    raise LoadError(f"{t.file}: tensor {t.name} has shape {list(t.shape)}, expected {list(recipe.stored)}")
+                if t.kind not in store.kinds:
+                    raise LoadError(f"{t.file}: tensor {t.name} has dtype {t.kind}, expected {', '.join(store.kinds)}")
         unused = store.tensors.keys() - {name for recipe in recipes.values() for name in recipe.names}
         if extra := sorted(name for name in unused if not known.search(name) and 0 not in store.tensors[name].shape):
-            file = store.tensors[extra[0]].file
-            raise LoadError(f"{file}: tensor {extra[0]} belongs to no layer of this configuration (1 of {len(extra)})")
+            first = store.tensors[extra[0]]
+            raise LoadError(f"{first.file}: tensor {first.name} belongs to no layer of this configuration (1 of {len(extra)})")
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
         store, recipe, shape = self._store, self._recipes[name], self.shapes[name]
@@ -136,7 +123,7 @@ class CheckpointSource(WeightSource):
         return out
 
     def close(self) -> None:
-        self._store.close()
+        self._store.tensors.clear()
 
 
 class DummySource(WeightSource):
@@ -147,13 +134,11 @@ class DummySource(WeightSource):
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        self.shapes, self._seed = expected_tensors(config), seed
+        self.shapes, self._seed, self._dtype = expected_tensors(config), seed, np.dtype(config.dtype)
         self._norm = 1.0 - config.norm_offset  # what makes the effective weight 1
-        self._dtype = dtypes.by_name(config.dtype).np
         largest, widest = max(map(prod, self.shapes.values())), max(shape[-1] for shape in self.shapes.values())
         pool = np.random.default_rng(seed).standard_normal(max(min(largest, _POOL), 2 * widest) + _SLACK, np.float32)
-        # unit variance in gives unit variance out of a projection of the hidden size
-        self._pool = (pool * np.float32(1 / sqrt(config.hidden_size))).astype(self._dtype)
+        self._pool = (pool * np.float32(1 / sqrt(config.hidden_size))).astype(self._dtype)  # projections keep the variance
 
     def get(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Random numbers of one scale, but for norms, and for gates that must let the state remember."""

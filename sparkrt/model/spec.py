@@ -71,10 +71,10 @@ def _layer(config: ModelConfig, layer: LayerConfig, prefix: str) -> Shapes:
     hidden, inner, a, g, m = config.hidden_size, config.intermediate_size, config.attention, config.gdn, config.moe
     shapes: Shapes = {"input_norm": (hidden,), "post_norm": (hidden,)}
     if layer.mixer == "gdn" and g is not None:
-        shapes |= {"gdn.qkv": (g.conv_channels, hidden), "gdn.z": (g.value_size, hidden)}
-        shapes |= {"gdn.b": (g.num_v_heads, hidden), "gdn.a": (g.num_v_heads, hidden)}
-        shapes |= {"gdn.conv": (g.conv_channels, g.conv_kernel), "gdn.A_log": (g.num_v_heads,), "gdn.dt_bias": (g.num_v_heads,)}
-        shapes |= {"gdn.norm": (g.v_dim,), "gdn.out": (hidden, g.value_size)}
+        heads, channels, values = g.num_v_heads, g.conv_channels, g.value_size
+        shapes |= {"gdn.qkv": (channels, hidden), "gdn.z": (values, hidden), "gdn.b": (heads, hidden), "gdn.a": (heads, hidden)}
+        shapes |= {"gdn.conv": (channels, 4), "gdn.A_log": (heads,), "gdn.dt_bias": (heads,), "gdn.norm": (g.v_dim,)}
+        shapes["gdn.out"] = (hidden, values)
     else:
         out, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         q = 2 * out if a.gated else out
@@ -171,7 +171,7 @@ def _changes(config: ModelConfig, gguf: bool) -> dict[str, tuple[Change, Shape]]
     changes["gdn.b fused"] = lambda rows: _ungroup(g, (ratio,), rows)[0], ba
     changes["gdn.a fused"] = lambda rows: _ungroup(g, (ratio,), rows)[1], ba
     if not gguf:
-        return changes | {"gdn.conv": (lambda taps: taps[:, 0], (g.conv_channels, 1, g.conv_kernel))}
+        return changes | {"gdn.conv": (lambda taps: taps[:, 0], (g.conv_channels, 1, 4))}
     heads: Change = partial(_untile, g) if config.family == "qwen3_5" else np.asarray
     changes["gdn.A_log"] = lambda decay: np.log(-heads(decay).astype(np.float32)), ()  # stored is -exp(A_log)
     if config.family == "qwen3_5":

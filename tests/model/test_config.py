@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparkrt.errors import LoadError
 from sparkrt.model.checkpoint import open_checkpoint
 from sparkrt.model.config import LayerConfig, ModelConfig, RopeConfig
-from sparkrt.model.families import family_of, read_config
+from sparkrt.model.families import read_config
 from sparkrt.model.keys import ConfigKeys
 from tests import miniatures, rigs
 
@@ -21,8 +21,7 @@ Config = dict[str, Any]
 
 
 def read(config: Config) -> ModelConfig:
-    keys = ConfigKeys(config, "config.json")
-    return read_config(family_of(keys), keys)
+    return read_config(ConfigKeys(config, "config.json"))
 
 
 def hybrid(**changes: Any) -> Config:

@@ -29,7 +29,7 @@ def test_needs_a_configuration_only(name: str, tmp_path: Path) -> None:
     assert checkpoint.source.names() == shapes.keys()
     for tensor, shape in shapes.items():
         values = checkpoint.source.get(tensor)
-        assert values.shape == checkpoint.source.shape(tensor) == shape
+        assert values.shape == checkpoint.source.shapes[tensor] == shape
         assert np.isfinite(values).all()
         rows = slice(shape[0] // 2, shape[0])
         np.testing.assert_array_equal(checkpoint.source.get(tensor, rows), values[rows])

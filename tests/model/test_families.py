@@ -38,7 +38,7 @@ def test_every_tensor_is_there_and_of_its_shape(name: str, tmp_path: Path) -> No
     shapes = expected_tensors(checkpoint.config)
     assert checkpoint.source.names() == shapes.keys()
     for tensor, shape in shapes.items():
-        assert checkpoint.source.shape(tensor) == shape
+        assert checkpoint.source.shapes[tensor] == shape
         assert checkpoint.source.get(tensor).shape == shape
         rows = slice(shape[0] // 3, shape[0] - shape[0] // 3)
         np.testing.assert_array_equal(checkpoint.source.get(tensor, rows), checkpoint.source.get(tensor)[rows])
@@ -138,7 +138,7 @@ def test_vision_and_rotary_buffers_are_known(tmp_path: Path) -> None:
 def test_bundled_model_has_an_mtp_module() -> None:
     checkpoint = open_checkpoint(None)
     assert checkpoint.config.mtp_layers == 1
-    assert mtp_tensors(checkpoint.config).items() <= {n: checkpoint.source.shape(n) for n in checkpoint.source.names()}.items()
+    assert mtp_tensors(checkpoint.config).items() <= checkpoint.source.shapes.items()
     assert checkpoint.source.get("mtp.fc").shape == (256, 512)
 
 

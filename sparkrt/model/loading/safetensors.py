@@ -8,6 +8,8 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from sparkrt.errors import LoadError
 from sparkrt.model.keys import read_json
 from sparkrt.model.source import StoredTensor, TensorStore, map_file
@@ -24,7 +26,7 @@ class SafetensorsStore(TensorStore):
 
     def __init__(self, folder: Path) -> None:
         origin, shards = _find_shards(folder)
-        super().__init__(origin, shards)
+        super().__init__(origin)
         for file, listed in shards.items():
             found = read_header(file)
             if twice := found.keys() & self.tensors.keys():
@@ -48,16 +50,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise LoadError(f"{file}: header must be a JSON object")
     header.pop("__metadata__", None)
-    tensors = [_read_entry(file, name, entry, begin, size) for name, entry in header.items()]
+    entries = [_read_entry(file, name, entry, data, begin) for name, entry in header.items()]
     position, previous = begin, "the header"
-    for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):  # overlaps and holes are how bytes become another tensor's
-        if tensor.start != position:
-            problem = "overlaps" if tensor.start < position else "leaves a hole after"
-            raise LoadError(f"{file}: tensor {tensor.name} {problem} {previous} (at byte {tensor.start}, expected {position})")
-        position, previous = tensor.stop, tensor.name
+    for start, tensor in sorted(entries, key=lambda e: (e[0], e[1].data.size)):  # overlaps and holes mix up tensors' bytes
+        if start != position:
+            problem = "overlaps" if start < position else "leaves a hole after"
+            raise LoadError(f"{file}: tensor {tensor.name} {problem} {previous} (at byte {start}, expected {position})")
+        position, previous = start + tensor.data.size, tensor.name
     if position != size:
         raise LoadError(f"{file}: {size} bytes, expected {position}: {size - position} trailing bytes after {previous}")
-    return {tensor.name: tensor for tensor in tensors}
+    return {tensor.name: tensor for _, tensor in entries}
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -67,8 +69,8 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return values
 
 
-def _read_entry(file: Path, name: str, entry: object, begin: int, size: int) -> StoredTensor:
-    """One header entry, with its byte range proven to fit its shape. Python integers: no shape can overflow."""
+def _read_entry(file: Path, name: str, entry: object, data: np.ndarray, begin: int) -> tuple[int, StoredTensor]:
+    """`(first byte, tensor)` of a header entry, proven to fit its shape. Python integers: no shape can overflow."""
     match entry:
         case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, stop], **rest} if not rest:
             pass
@@ -80,9 +82,9 @@ def _read_entry(file: Path, name: str, entry: object, begin: int, size: int) -> 
         raise LoadError(f"{file}: tensor {name} has shape {shape} and data_offsets {[start, stop]}: integers from 0 expected")
     if prod(shape) * _BITS[kind] != (stop - start) * 8 or prod(n for n in shape if n) >= 2**63:
         raise LoadError(f"{file}: tensor {name} of shape {shape} and dtype {kind} cannot lie in {stop - start} bytes")
-    if begin + stop > size:
-        raise LoadError(f"{file}: truncated: {size} bytes, but tensor {name} ends at {begin + stop}")
-    return StoredTensor(name, file, kind, tuple(shape), begin + start, begin + stop)
+    if begin + stop > data.size:
+        raise LoadError(f"{file}: truncated: {data.size} bytes, but tensor {name} ends at {begin + stop}")
+    return begin + start, StoredTensor(name, file, kind, tuple(shape), data[begin + start : begin + stop])
 
 
 def _find_shards(folder: Path) -> tuple[Path, dict[Path, set[str]]]:
