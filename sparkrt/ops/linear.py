@@ -117,6 +117,8 @@ _PARITY = tuple(
     for s in (
         *((1, 256, 64), (2, 8, 256), (63, 96, 100), (64, 64, 64), (65, 33, 256, True), (0, 16, 8)),
         *((1, 1, 256), (5, 1, 256), (3, 1032, 256, True), (1, 576, 576), (7, 2, 3), (32, 500, 128), (33, 500, 128)),
+        # the kernels' paths at their edges: rows 8/9, 32/33, 128/129, uneven parts of k, k past a block
+        *((9, 200, 584), (33, 72, 2048, True), (34, 136, 5128), (128, 264, 520), (130, 136, 640, True), (150, 264, 3080)),
     )
 )
 _BENCH = tuple(
@@ -134,6 +136,7 @@ LINEAR = Operator(
     {_DOC}""",
     linear_ref,
     linear,
+    cuda="spark_linear",
     parity=_PARITY,
     bench=_BENCH,
     host_kn=(2,),
@@ -146,6 +149,7 @@ LINEAR_INVARIANT = Operator(
     {_DOC}""",
     linear_ref,
     linear_invariant,
+    cuda="spark_linear_invariant",
     parity=_PARITY,
     bench=_BENCH[:2],
     host_kn=(2,),

@@ -16,6 +16,19 @@ import numpy as np
 from sparkrt.ops.elementwise import silu
 from sparkrt.ops.operator import Case, Operator, Rng
 
+_SEGMENT = 32  # pairs of one expert that a kernel takes at a time, at least
+
+
+def workspace_words(tokens: int, top_k: int, experts: int, hidden: int, width: int, itemsize: int) -> int:
+    """32-bit words that MOE_EXPERTS wants of a device for `tokens` tokens or fewer, with activations of `itemsize` bytes.
+
+    It holds the (token, choice) pairs sorted by expert, what the first product leaves of each and what the second does.
+    """
+    pairs = tokens * top_k
+    segments = pairs // _SEGMENT + min(pairs, experts)
+    parts = (256, 16 * segments, 4 * pairs, pairs * width * itemsize, pairs * hidden * itemsize)
+    return sum(-(-part // 256) * 64 for part in parts)
+
 
 def router_topk_reference(logits: np.ndarray, top_k: int, renormalize: int) -> tuple[np.ndarray, np.ndarray]:
     """logits [T, E] → (weights [T, k], ids [T, k] int32), most likely expert first."""
@@ -28,7 +41,14 @@ def router_topk_reference(logits: np.ndarray, top_k: int, renormalize: int) -> t
     return weights, ids.astype(np.int32)
 
 
-def experts_reference(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def experts_reference(
+    x: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    workspace: np.ndarray | None = None,
+) -> np.ndarray:
     """x [T, H], gate_up [E, 2F, H] (gate rows first), down [E, H, F], ids and weights [T, k] → [T, H], expert after expert."""
     out = np.zeros_like(x)
     for token, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
@@ -54,9 +74,15 @@ def router_topk(weights: np.ndarray, ids: np.ndarray, logits: np.ndarray, renorm
 
 
 def moe_experts(
-    out: np.ndarray, x: np.ndarray, gate_up: np.ndarray, down: np.ndarray, ids: np.ndarray, weights: np.ndarray
+    out: np.ndarray,
+    x: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    workspace: np.ndarray | None = None,
 ) -> None:
-    """out [T, H], x [T, H], gate_up [E, H, 2F], down [E, F, H], ids [T, k] int32, weights [T, k] float32.
+    """out [T, H], x [T, H], gate_up [E, H, 2F], down [E, F, H], ids [T, k] int32, weights [T, k] float32; no workspace needed.
 
     Rows are sorted by expert, each expert's run is one product, and a token's k results are added in its own order of choice.
     """
@@ -112,7 +138,8 @@ def _experts_case(label: str, tokens: int, experts: int, k: int, hidden: int, wi
         ids = np.argsort(rng.random((tokens, experts)), 1)[:, :k].astype(np.int32)
         weights = rng.dirichlet(np.ones(k), tokens).astype(np.float32)
         x = rng.standard_normal((tokens, hidden), np.float32)
-        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights]
+        workspace = np.zeros(workspace_words(tokens, k, experts, hidden, width, 4), np.uint32)
+        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights, workspace]
 
     distinct = experts * (1 - (1 - k / experts) ** tokens)  # what spread routing touches
     traffic = int(12 * distinct * hidden * width) + 8 * tokens * hidden
@@ -128,10 +155,12 @@ ROUTER_TOPK = Operator(
     """,
     reference=_router_reference,
     host=router_topk,
+    cuda="spark_router_topk",
     parity=(
         _router_case("one token", 1, 8, 2),
         _router_case("not renormalized", 65, 32, 4, renormalize=0),
         _router_case("exact ties", 64, 16, 4, ties=True),
+        _router_case("many experts", 5, 512, 10),
     ),
     bench=(_router_case("tiny b16", 16, 8, 2), _router_case("35b t512", 512, 256, 8)),
 )
@@ -139,16 +168,23 @@ MOE_EXPERTS = Operator(
     name="moe_experts",
     doc="""The routed experts of each token, weighted and summed.
 
-    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, k], weights f32 [T, k]
+    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, k], weights f32 [T, k],
+    workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
     out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
     """,
     reference=experts_reference,
     host=moe_experts,
     host_kn=(2, 3),
+    cuda="spark_moe_experts",
     parity=(
         _experts_case("one token", 1, 8, 2, 64, 16),
         _experts_case("ragged groups", 37, 8, 2, 64, 24),
         _experts_case("most experts idle", 5, 32, 3, 48, 16),
+        _experts_case("eight tokens", 8, 12, 4, 264, 136),
+        _experts_case("nine tokens", 9, 40, 4, 320, 200),
+        _experts_case("more than a segment", 150, 12, 1, 72, 40),
+        _experts_case("tiles of pairs", 200, 8, 2, 136, 72),
+        _experts_case("no vectors", 5, 4, 2, 20, 12),
     ),
     bench=(
         _experts_case("tiny b1", 1, 8, 2, 256, 64),
