@@ -28,9 +28,8 @@ using namespace spark;
 using namespace spark::attn;
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-constexpr int kTile = 64;   // keys of a tile, 16 a warp
-constexpr int kFresh = 64;  // newest keys of a row: the kernel in front may be writing them (one, or a few drafts)
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kTile = 64;       // keys of a tile, 16 a warp
+constexpr int kFresh = 64;      // newest keys of a row: the kernel in front may be writing them (one, or a few drafts)
 constexpr int kTeamBelow = 40;  // items from which on single CTAs fill the machine
 
 struct Params {

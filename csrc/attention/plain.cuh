@@ -1,7 +1,7 @@
 // Attention over pages for what the tensor-core kernels do not take (float32, odd head dims or pages, groups beyond 16): one CTA
 // a query and head, its 4 warps take keys in turn, lanes take dims. Right first; every key is read once by every query head.
 //
-// defines: spark::attn::{Device, kNothing, Plain, launch_plain}
+// defines: spark::attn::{Device, kLog2E, kNothing, Plain, launch_plain}
 #pragma once
 
 #include "attention/ptx.cuh"
@@ -10,6 +10,7 @@
 
 namespace spark::attn {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNothing = -1e30f;  // a maximum that no real score undercuts, and that is finite
 
 // What launchers ask of the current device.
@@ -43,8 +44,8 @@ __global__ void __launch_bounds__(kPlainThreads) plain_attention_kernel(const __
     __shared__ float merged[kPlainWarps][kPlainDims * kWarp], stats[kPlainWarps][2];
     grid_dependency_wait();
     grid_dependency_launch();
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, head = blockIdx.x;
-    const int64_t query = blockIdx.y;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, head = blockIdx.y;
+    const int64_t query = blockIdx.x;
     int s = static_cast<int>(query), from_end = 1;  // how many queries of the sequence are left, this one included
     if (p.cu_q != nullptr) {
         for (s = 0; s < p.sequences && p.cu_q[s + 1] <= query; ++s) continue;
@@ -104,8 +105,8 @@ __global__ void __launch_bounds__(kPlainThreads) plain_attention_kernel(const __
 
 template <typename T>
 int launch_plain(const Plain& p, cudaStream_t stream) {
-    if (p.dim > kPlainDims * kWarp || p.queries > 65535) return kUnsupported;
-    return launch_pdl(plain_attention_kernel<T>, dim3(p.heads, static_cast<unsigned>(p.queries)), dim3(kPlainThreads), 0, stream,
+    if (p.dim > kPlainDims * kWarp || p.queries > INT32_MAX || p.heads > 65535) return kUnsupported;
+    return launch_pdl(plain_attention_kernel<T>, dim3(static_cast<unsigned>(p.queries), p.heads), dim3(kPlainThreads), 0, stream,
                       p);
 }
 
