@@ -146,7 +146,7 @@ def open_bench(device: str, seconds: float) -> tuple[str, Ceilings, Callable[[Op
         return (
             f"host-{usable_cores()}c",
             measure_ceilings(),
-            lambda op: op.bench,
+            lambda op: op.cases(op.bench),
             lambda op, case: (measure(op, case, seconds), case.bytes),
         )
     from benchmarks.device import DeviceBench  # needs cuda-python

@@ -6,17 +6,47 @@ benchmark scales bytes to the activation type. Labels name what peers-h200.json 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
-from sparkrt.ops import activation, attention, conv, embedding, gdn, linear, moe, norm, qkv, sampling
+from sparkrt.ops.moe import workspace_words
 from sparkrt.ops.operator import Case, Rng
+from sparkrt.ops.registry import OPERATORS
 
-VOCAB, VALID = 248320, 248077
+VOCAB = "V=248320 valid_vocab=248077"
+HEADS = "Hq=16 Hkv=2 D=256 page=64"
+CASES = {
+    "select_tokens": "T=128 slots=257",
+    "embedding": "; ".join(f"T={t} H=2048 V=65536" for t in (1, 128, 4096)),
+    "gather_rows": "R=128 T=4096 N=2048",
+    "rms_norm": "; ".join(f"T={t} H=2048 offset=1" for t in (1, 128, 4096)),
+    "add_rms_norm": "; ".join(f"T={t} H=2048 offset=1" for t in (1, 128, 4096)),
+    "add": "T=1 H=2048; T=4096 H=2048",
+    "gated_rms_norm": "; ".join(f"T={t} HV=32 DV=128 z_col=8192 N=12291" for t in (1, 128, 4096)),
+    "qk_norm_rope_append": "; ".join(f"T={t} {HEADS} R=64 q_w k_w gated offset=1" for t in (1, 128, 4096)),
+    "paged_attention_decode": f"""B=1 L=1024 {HEADS}; B=1 L=32768 {HEADS}; B=8 L=8192 {HEADS}; B=32 L=4096 {HEADS};
+    B=128 L=1024 {HEADS}; B=1 L=1024 Hq=16 Hkv=8 D=128 page=64; B=128 L=1024 Hq=16 Hkv=8 D=128 page=64""",
+    "paged_attention_prefill": f"T=4096 ctx=0 {HEADS}; T=8192 ctx=24576 {HEADS}; T=512 ctx=0 {HEADS}",
+    "merge_attention": "T=512 Hq=16 D=256",
+    "sigmoid_gate": "T=1 Hq=16 D=256 N=8197; T=4096 Hq=16 D=256 N=8197",
+    "conv_step": "B=1 C=8192 N=12352 ring=4; B=128 C=8192 N=12352 ring=4",
+    "conv_prefill": "T=4096 C=8192 N=12352 ring=4",
+    "gdn_gates": "T=1 HV=32 b_col=12288 N=12355; T=4096 HV=32 b_col=12288 N=12355",
+    "gdn_step": "; ".join(f"B={b} HK=16 HV=32 DK=128 DV=128" for b in (1, 8, 32, 128)),
+    "gdn_prefill": "; ".join(f"T={t} HK=16 HV=32 DK=128 DV=128" for t in (512, 1024, 4096, 32768)),
+    "swiglu": "T=1 F=3072; T=128 F=3072; T=4096 F=3072",
+    "add_sigmoid_gated": "T=1 H=2048; T=4096 H=2048",
+    "router_topk": "; ".join(f"T={t} E=256 top=8 renormalize" for t in (1, 128, 4096)),
+    "sample": f"""R=1 {VOCAB}; R=128 {VOCAB}; R=1 {VOCAB} top_k=20 top_p=0.8; R=128 {VOCAB} top_k=20 top_p=0.8;
+    R=1 {VOCAB} top_p=0.95; R=128 {VOCAB} top_p=0.95; R=1 {VOCAB} penalties""",
+    "greedy": f"R=1 {VOCAB}; R=128 {VOCAB}",
+    "mark_prompt": "T=4096 V=248320",
+    "logprobs": f"R=1 {VOCAB} K=20; R=64 {VOCAB} K=20",
+}
+BY_NAME = {op.name: op for op in OPERATORS}
 
 
 class QuickRng:
@@ -41,18 +71,18 @@ def _block() -> np.ndarray:
 
 
 def _experts(tokens: int, experts: int, k: int, hidden: int = 2048, width: int = 512) -> Case:
-    """Spread routing; copies of the case (other seeds) share their weights and differ in tokens and experts."""
+    """Copies of the case (other seeds) share their weights and differ in tokens and experts."""
+    (case,) = BY_NAME["moe_experts"].cases(f"T={tokens} E={experts} top={k} H={hidden} F={width}")
 
     def make(rng: Rng) -> list[Any]:
         gate_up, down = _expert_weights(experts, hidden, width)
         ids = np.argsort(rng.random((tokens, experts)), 1)[:, :k].astype(np.int32)
         weights = rng.dirichlet(np.ones(k), tokens).astype(np.float32)
         x = rng.standard_normal((tokens, hidden), np.float32)
-        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights]
+        workspace = np.zeros(workspace_words(tokens, k, experts, hidden, width, 4), np.uint32)
+        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights, workspace]
 
-    distinct = experts * (1 - (1 - k / experts) ** tokens)
-    traffic = int(12 * distinct * hidden * width) + 8 * tokens * hidden
-    return Case(f"T={tokens} E={experts} top={k}", make, bytes=traffic, flops=6 * tokens * k * hidden * width)
+    return replace(case, make=make)
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +97,7 @@ def _expert_weights(experts: int, hidden: int, width: int) -> tuple[np.ndarray, 
 
 def _linear(tokens: int, outputs: int, inputs: int) -> Case:
     """Row counts of one projection share its weight: a head has a gigabyte."""
-    case = linear._case(tokens, outputs, inputs)
+    (case,) = BY_NAME["linear"].cases(f"T={tokens} N={outputs} K={inputs}")
 
     def make(rng: Rng) -> list[Any]:
         x = rng.standard_normal((tokens, inputs), np.float32)
@@ -82,68 +112,20 @@ def _projection(outputs: int, inputs: int) -> np.ndarray:
     return weight * np.float32(inputs**-0.5)
 
 
-def _decode(batch: int, length: int, shape: tuple[int, int, int] = (16, 2, 256)) -> Case:
-    case = attention._decode_case(shape, (length,) * batch)
-    return replace(case, label=f"B={batch} L={length} Hq={shape[0]} Hkv={shape[1]} D={shape[2]} page=64")
-
-
-def _prefill(tokens: int, context: int, shape: tuple[int, int, int] = (16, 2, 256)) -> Case:
-    case = attention._prefill_case(shape, (tokens,), (tokens + context,))
-    return replace(case, label=f"T={tokens} ctx={context} Hq={shape[0]} Hkv={shape[1]} D={shape[2]} page=64")
-
-
-def _sample(rows: int, label: str, change: Callable[[Rng, list[Any]], None] | None = None) -> Case:
-    return replace(sampling._sample_case("", rows, VOCAB, VALID, change), label=f"R={rows} V={VOCAB} {label}")
-
-
 def model_cases() -> dict[str, list[Case]]:
     """Cases by operator name."""
     rows = (1, 8, 32, 128, 4096)
-    projections = ((12352, 2048), (12288, 2048), (2048, 4096), (9216, 2048), (256, 2048), (1, 2048), (VOCAB, 2048))
+    projections = ((12352, 2048), (12288, 2048), (2048, 4096), (9216, 2048), (256, 2048), (1, 2048), (248320, 2048))
     dense = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024))  # 0.6b
-    penalties = sampling._penalties
-    return {
-        "select_tokens": [embedding._select_case(128, 257, bench=True)],
-        "embedding": [embedding._embedding_case(t, 2048, 65536) for t in (1, 128, 4096)],
-        "gather_rows": [embedding._gather_case(128, 4096, 2048)],
-        "rms_norm": [norm._rms_case(t, 2048, 1.0) for t in (1, 128, 4096)],
-        "add_rms_norm": [norm._add_rms_case(t, 2048, 1.0) for t in (1, 128, 4096)],
-        "add": [norm._add_case(t, 2048) for t in (1, 4096)],
-        "gated_rms_norm": [norm._gated_case(t, 32, 128, 8192) for t in (1, 128, 4096)],
+    return {name: BY_NAME[name].cases(labels) for name, labels in CASES.items()} | {
         "linear": [
             _linear(t, n, k)
             for n, k in (*projections, *dense)
             for t in rows
             if not (n >= 100_000 and t > 128) and not (t in (8, 32) and n < 2048)
         ],
-        "qk_norm_rope_append": [qkv._case(t, (16, 2), 256, 64, gated=1, offset=1.0) for t in (1, 128, 4096)],
-        "paged_attention_decode": [
-            *(_decode(b, n) for b, n in ((1, 1024), (1, 32768), (8, 8192), (32, 4096), (128, 1024))),
-            *(_decode(b, 1024, (16, 8, 128)) for b in (1, 128)),
-        ],
-        "paged_attention_prefill": [_prefill(4096, 0), _prefill(8192, 24576), _prefill(512, 0)],
-        "merge_attention": [attention._merge_case(512, 16, 256)],
-        "sigmoid_gate": [attention._gate_case(t, 16, 256) for t in (1, 4096)],
-        "conv_step": [conv._step_case(f"B={b} C=8192", b, 8192, extra=4160) for b in (1, 128)],
-        "conv_prefill": [conv._prefill_case("T=4096 C=8192", (4096,), (0,), 8192, extra=4160)],
-        "gdn_gates": [gdn._gates_case(f"T={t} HV=32", t, 32, 12288) for t in (1, 4096)],
-        "gdn_step": [gdn._step_case(f"B={b} HK=16 HV=32", b, 16, 32) for b in (1, 8, 32, 128)],
-        "gdn_prefill": [gdn._prefill_case(f"T={t} HK=16 HV=32", (t,), (0,), 16, 32, 128, 128) for t in (512, 1024, 4096, 32768)],
-        "swiglu": [activation._swiglu_case(t, 3072) for t in (1, 128, 4096)],
-        "add_sigmoid_gated": [activation._gated_case(t, 2048) for t in (1, 4096)],
-        "router_topk": [moe._router_case(f"T={t} E=256 top=8", t, 256, 8) for t in (1, 128, 4096)],
         "moe_experts": [
             *(_experts(t, 256, 8) for t in (1, 4, 8, 32, 128, 1024, 8192)),
             *(_experts(t, 512, 10) for t in (1, 8, 128)),
         ],
-        "sample": [
-            _sample(1, "temperature"),
-            _sample(128, "temperature"),
-            *(_sample(r, "top-k top-p", sampling._filters(top_k=20, top_p=0.8)) for r in (1, 128)),
-            *(_sample(r, "top-p", sampling._filters(top_p=0.95)) for r in (1, 128)),
-            _sample(1, "penalties", penalties),
-        ],
-        "greedy": [replace(sampling._greedy_case("", r, VOCAB, VALID), label=f"R={r} V={VOCAB}") for r in (1, 128)],
-        "mark_prompt": [sampling._mark_case("T=4096", (4096,), (0,), VOCAB)],
-        "logprobs": [replace(sampling._logprobs_case("", r, VOCAB, VALID, 20), label=f"R={r} V={VOCAB} K=20") for r in (1, 64)],
     }

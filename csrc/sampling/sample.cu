@@ -1,4 +1,4 @@
-// SAMPLE: the next token of each row under its own parameters, in the order of sparkrt/ops/sampling_reference.py.
+// SAMPLE: the next token of each row under its own parameters, in the order of sparkrt/ops/sampling_rules.py.
 //
 // A cluster of eight CTAs a row. The edited row (allowed set, stop ban, biases, penalties) stays in shared memory, 31,040 floats
 // a CTA at 248,320 ids, so logits and counts are read once: 2 MB a row, 60 us for 128 rows at 4.29 TB/s. Where shared memory does
@@ -11,7 +11,7 @@ namespace {
 
 using namespace spark;
 
-// Columns of sparkrt/ops/sampling_layout.py.
+// Columns of sparkrt/ops/sampling_rules.py.
 constexpr int kColumns = 8;
 enum FloatColumn { kTemperature = 0, kTopP = 1, kMinP = 2, kRepetition = 3, kPresence = 4, kFrequency = 5 };
 enum IntColumn { kTopK = 0, kSeedLo = 1, kSeedHi = 2, kStep = 3, kMinTokens = 4, kAllowedRow = 5 };

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from sparkrt.ops import sampling
+from sparkrt.ops import sampling_rules as sampling
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import Stream

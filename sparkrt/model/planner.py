@@ -8,7 +8,7 @@ import numpy as np
 
 from sparkrt.model.batch import ForwardBatch, PrefillSlice
 from sparkrt.model.sequence import Needs, SequenceState, SlotTable
-from sparkrt.ops import sampling
+from sparkrt.ops import sampling_rules as sampling
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from sparkrt.cache.paged import BlockTable
 from sparkrt.cache.state import SlotGuard
 from sparkrt.model.batch import SamplerParams
-from sparkrt.ops import sampling
+from sparkrt.ops import sampling_rules as sampling
 
 
 class Needs(IntFlag):

@@ -1,18 +1,37 @@
-"""Elementwise gates of the MLPs."""
+"""Elementwise functions that several operators share (they keep their input's dtype: references use them in float64), and the
+elementwise gates of the MLPs."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from sparkrt.ops.elementwise import sigmoid, silu
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.operator import Array, Operator
 
 _LARGEST = 80.0  # e^80 is finite in float32, and sigmoid(-80) is 0 for every purpose
 
 
-def times_sigmoid(x: np.ndarray, gate: np.ndarray, out: np.ndarray) -> None:
+def silu(x: Array, out: Array | None = None) -> Array:
+    """x * sigmoid(x). exp may overflow to inf for very negative x: x / inf is the right limit, so it is not worth a clip."""
+    with np.errstate(over="ignore"):
+        e = np.exp(-x)
+    e += 1
+    y: Array = np.divide(x, e, out=e if out is None else out)
+    return y
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), without overflow."""
+    y: Array = np.logaddexp(x, np.zeros((), x.dtype))
+    return y
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), exact to rounding also where it is tiny (a tanh form is not)."""
+    y: Array = np.exp(-softplus(-x))
+    return y
+
+
+def times_sigmoid(x: Array, gate: Array, out: Array) -> None:
     """out = x · sigmoid(gate), as x / (1 + e^-gate) without overflow; `out` may be x."""
     t = np.negative(gate)
     np.minimum(t, _LARGEST, out=t)
@@ -21,45 +40,22 @@ def times_sigmoid(x: np.ndarray, gate: np.ndarray, out: np.ndarray) -> None:
     np.divide(x, t, out)
 
 
-def swiglu_ref(gate_up: np.ndarray) -> np.ndarray:
+def swiglu_ref(gate_up: Array) -> Array:
     gate, up = np.split(gate_up, 2, axis=-1)
-    y: np.ndarray = silu(gate) * up
+    y: Array = silu(gate) * up
     return y
 
 
-def swiglu(out: np.ndarray, gate_up: np.ndarray) -> None:
+def swiglu(out: Array, gate_up: Array) -> None:
     width = out.shape[1]
     silu(gate_up[:, :width], out)
     np.multiply(out, gate_up[:, width:], out)
 
 
-def add_sigmoid_gated_ref(out: np.ndarray, x: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    y: np.ndarray = out + sigmoid(gate) * x
-    return y
-
-
-def add_sigmoid_gated(out: np.ndarray, x: np.ndarray, gate: np.ndarray) -> None:
+def add_sigmoid_gated(out: Array, x: Array, gate: Array) -> None:
     scaled = np.empty_like(x)
     times_sigmoid(x, gate, scaled)
     np.add(out, scaled, out)
-
-
-def _swiglu_case(tokens: int, width: int, scale: float = 1.0) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        gate_up = rng.standard_normal((tokens, 2 * width), dtype=np.float32) * np.float32(scale)
-        return [np.empty((tokens, width), np.float32), gate_up]
-
-    label = f"T={tokens} F={width}" + (f" scale={scale:g}" if scale != 1.0 else "")
-    return Case(label, make, bytes=12 * tokens * width, flops=5 * tokens * width)
-
-
-def _gated_case(tokens: int, hidden: int, scale: float = 1.0) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        out, x = (rng.standard_normal((tokens, hidden), dtype=np.float32) for _ in range(2))
-        return [out, x, rng.standard_normal((tokens, 1), dtype=np.float32) * np.float32(scale)]
-
-    label = f"T={tokens} H={hidden}" + (f" scale={scale:g}" if scale != 1.0 else "")
-    return Case(label, make, bytes=12 * tokens * hidden, flops=2 * tokens * hidden)
 
 
 SWIGLU = Operator(
@@ -72,8 +68,9 @@ SWIGLU = Operator(
     swiglu_ref,
     swiglu,
     cuda="spark_swiglu",
-    parity=tuple(_swiglu_case(*s) for s in ((1, 64), (65, 192), (0, 8), (7, 33, 300.0))),
-    bench=(_swiglu_case(1, 1536), _swiglu_case(512, 1536)),
+    parity="T=1 F=64; T=65 F=192; T=0 F=8; T=7 F=33 gate_up=300",
+    bench="T=1 F=1536; T=512 F=1536",
+    work=lambda s: (12 * s.T * s.F, 5 * s.T * s.F),
 )
 
 ADD_SIGMOID_GATED = Operator(
@@ -83,11 +80,12 @@ ADD_SIGMOID_GATED = Operator(
     out A [T, H] in/out ← x A [T, H], gate A [T, 1]
     out += sigmoid(gate) · x
     """,
-    add_sigmoid_gated_ref,
+    lambda out, x, gate: out + sigmoid(gate) * x,
     add_sigmoid_gated,
     cuda="spark_add_sigmoid_gated",
-    parity=tuple(_gated_case(*s) for s in ((1, 256), (63, 40), (0, 8), (5, 17, 300.0))),
-    bench=(_gated_case(1, 256), _gated_case(512, 256)),
+    parity="T=1 H=256; T=63 H=40; T=0 H=8; T=5 H=17 gate=300",
+    bench="T=1 H=256; T=512 H=256",
+    work=lambda s: (12 * s.T * s.H, 2 * s.T * s.H),
 )
 
 OPERATORS = (SWIGLU, ADD_SIGMOID_GATED)

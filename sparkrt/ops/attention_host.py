@@ -6,26 +6,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparkrt.ops.attention_reference import CAUSAL, FULL, MASKED
+from sparkrt.ops.operator import Array
 
+CAUSAL, FULL = 0, 1
+MASKED = -1e30  # a running maximum that no real score undercuts, and that is finite: exp(-inf - MASKED) = 0
 _KEYS = 512  # keys a prefill tile looks at
 _TILE = 1 << 18  # scores a prefill tile holds (1 MiB: half a core's L2) unless 16 queries already need more
 
 
 def paged_attention_prefill(
-    out: np.ndarray,
-    lse: np.ndarray | None,
-    q: np.ndarray,
-    k_pool: np.ndarray,
-    v_pool: np.ndarray,
-    block_tables: np.ndarray,
-    slots: np.ndarray,
-    cu_q: np.ndarray,
-    kv_len: np.ndarray,
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    slots: Array,
+    cu_q: Array,
+    kv_len: Array,
     scale: float,
     mask: int,
     window: int,
-    bias: np.ndarray | None,
+    bias: Array | None,
 ) -> None:
     """One copy of each sequence's keys and values head by head, then tiles of queries by keys with a running softmax."""
     heads, page_size = q.shape[1], k_pool.shape[2]
@@ -51,16 +53,16 @@ def _query_tiles(first: int, last: int, heads: int, keys: int) -> Iterator[tuple
 
 
 def _attend_tile(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     scale: float,
     position: int,
     keys: tuple[int, int],
     mask: int,
     window: int,
-    bias: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
+    bias: Array | None,
+) -> tuple[Array, Array]:
     """Queries [R, Hq, D] at positions position … against k, v [Hkv, L, D] in the range `keys`; (out [R, Hq, D], lse [R, Hq])."""
     rows, heads, dim = q.shape
     kv_heads, group = k.shape[0], heads // k.shape[0]
@@ -91,14 +93,11 @@ def _attend_tile(
     seen = total > 0
     np.divide(acc, total, acc, where=seen)
     lse = np.where(seen, top + np.log(np.where(seen, total, 1)), -np.inf)
-    shape = (kv_heads, group, rows)
-    return (
-        acc.reshape(*shape, dim).transpose(2, 0, 1, 3).reshape(rows, heads, dim),
-        lse.reshape(shape).transpose(2, 0, 1).reshape(rows, heads),
-    )
+    out = acc.reshape(kv_heads, group, rows, dim).transpose(2, 0, 1, 3).reshape(rows, heads, dim)
+    return out, lse.reshape(kv_heads, group, rows).transpose(2, 0, 1).reshape(rows, heads)
 
 
-def _by_head(pool: np.ndarray, pages: np.ndarray, length: int) -> np.ndarray:
+def _by_head(pool: Array, pages: Array, length: int) -> Array:
     """A sequence's first `length` tokens as [Hkv, L, D], one copy; not a byte beyond `length` is read."""
     _, kv_heads, page_size, dim = pool.shape
     out = np.empty((kv_heads, length, dim), pool.dtype)
@@ -110,7 +109,7 @@ def _by_head(pool: np.ndarray, pages: np.ndarray, length: int) -> np.ndarray:
     return out
 
 
-def _run(pages: np.ndarray) -> slice | np.ndarray:
+def _run(pages: Array) -> slice | Array:
     """Pages as a slice where they are one ascending run (the pool is then read in place), else as they are (a gather)."""
     n = len(pages)
     if n == 0:
@@ -122,14 +121,7 @@ def _run(pages: np.ndarray) -> slice | np.ndarray:
 
 
 def paged_attention_decode(
-    out: np.ndarray,
-    q: np.ndarray,
-    k_pool: np.ndarray,
-    v_pool: np.ndarray,
-    block_tables: np.ndarray,
-    slots: np.ndarray,
-    kv_len: np.ndarray,
-    scale: float,
+    out: Array, q: Array, k_pool: Array, v_pool: Array, block_tables: Array, slots: Array, kv_len: Array, scale: float
 ) -> None:
     """Row by row. Products go page by page, so that a run of pages is read where it lies; nothing beyond a length is read."""
     rows, heads, dim = q.shape
@@ -145,9 +137,7 @@ def paged_attention_decode(
         _attend_row(grouped[row], scaled[row], k_pool, v_pool, _run(block_tables[slot, :whole]), tail_page, tail)
 
 
-def _attend_row(
-    out: np.ndarray, q: np.ndarray, k_pool: np.ndarray, v_pool: np.ndarray, pages: np.ndarray | slice, tail_page: int, tail: int
-) -> None:
+def _attend_row(out: Array, q: Array, k_pool: Array, v_pool: Array, pages: Array | slice, tail_page: int, tail: int) -> None:
     """out, q [Hkv, G, D] over all of `pages` and the first `tail` tokens of `tail_page`."""
     k, v = k_pool[pages], v_pool[pages]
     tail_k, tail_v = k_pool[tail_page, :, :tail], v_pool[tail_page, :, :tail]

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.elementwise import silu
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.activation import silu
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes
 
 _BLOCK = 1 << 16  # elements per block of a prefill: taps, accumulator and output stay in the L2 cache
 
 
-def conv_step_reference(
-    ring_state: np.ndarray, proj: np.ndarray, w: np.ndarray, slots: np.ndarray, positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def conv_step_reference(ring_state: Array, proj: Array, w: Array, slots: Array, positions: Array) -> tuple[Array, Array]:
     """One token per row; see `conv_step` for shapes. Returns (out [B, C], ring_state)."""
     state = ring_state.copy()
     channels, taps = w.shape
@@ -37,8 +35,8 @@ def conv_step_reference(
 
 
 def conv_prefill_reference(
-    ring_state: np.ndarray, proj: np.ndarray, w: np.ndarray, slots: np.ndarray, cu: np.ndarray, starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    ring_state: Array, proj: Array, w: Array, slots: Array, cu: Array, starts: Array
+) -> tuple[Array, Array]:
     """Token after token through the step; see `conv_prefill` for shapes. Returns (out [T, C], ring_state)."""
     out = np.empty((len(proj), w.shape[0]), proj.dtype)
     for s, slot in enumerate(slots):
@@ -48,9 +46,7 @@ def conv_prefill_reference(
     return out, ring_state
 
 
-def conv_step(
-    out: np.ndarray, ring_state: np.ndarray, proj: np.ndarray, w: np.ndarray, slots: np.ndarray, positions: np.ndarray
-) -> None:
+def conv_step(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array, positions: Array) -> None:
     """Decode rows: out [B, C], ring_state [slots, ring ≥ K, C] in/out, proj [B, N] (its first C columns), w [C, K]."""
     channels, taps = w.shape
     ring = ring_state.shape[1]
@@ -66,15 +62,7 @@ def conv_step(
     silu(np.add.reduce(window, axis=1), out=out)
 
 
-def conv_prefill(
-    out: np.ndarray,
-    ring_state: np.ndarray,
-    proj: np.ndarray,
-    w: np.ndarray,
-    slots: np.ndarray,
-    cu: np.ndarray,
-    starts: np.ndarray,
-) -> None:
+def conv_prefill(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array, cu: Array, starts: Array) -> None:
     """Slices of prompts: out [T, C], ring_state [slots, ring ≥ K, C] in/out, proj [T, N], w [C, K], slots/starts [S], cu [S+1].
 
     Rows cu[s] … cu[s+1] are positions starts[s] … of the sequence in slots[s]; a slice may be empty.
@@ -102,66 +90,38 @@ def conv_prefill(
         ring_state[slot, np.arange(start + hi - lo - kept, start + hi - lo) % ring] = x[len(x) - kept :]
 
 
-def _step_case(label: str, batch: int, channels: int, extra: int = 0, ring: int = 4, positions: tuple[int, ...] = ()) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        state = rng.standard_normal((batch + 2, ring, channels), np.float32)
-        proj = rng.standard_normal((batch, channels + extra), np.float32)
-        slots = rng.permutation(batch + 2)[:batch].astype(np.int32)  # the last slot included
-        where = np.array(positions or rng.integers(4, 4096, batch), np.int32)
-        return [np.empty((batch, channels), np.float32), state, proj, _taps(rng, channels), slots, where]
-
-    return Case(label, make, (0, 1), bytes=4 * channels * (batch * 6 + 4), flops=8 * batch * channels)
-
-
-def _prefill_case(
-    label: str, lengths: tuple[int, ...], starts: tuple[int, ...], channels: int, extra: int = 0, ring: int = 4
-) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        tokens, n = sum(lengths), len(lengths)
-        state = rng.standard_normal((n + 1, ring, channels), np.float32)
-        proj = rng.standard_normal((tokens, channels + extra), np.float32)
-        slots = rng.permutation(n + 1)[:n].astype(np.int32)
-        cu = np.cumsum((0, *lengths)).astype(np.int32)
-        out = np.empty((tokens, channels), np.float32)
-        return [out, state, proj, _taps(rng, channels), slots, cu, np.array(starts, np.int32)]
-
-    return Case(label, make, (0, 1), bytes=4 * channels * (2 * sum(lengths) + 4), flops=8 * sum(lengths) * channels)
-
-
-def _taps(rng: Rng, channels: int) -> np.ndarray:
-    return rng.standard_normal((channels, 4), np.float32) * np.float32(0.5)
+def _positions(rng: Rng, s: Sizes) -> dict[str, Any]:
+    return {} if "positions" in s else {"positions": rng.integers(4, 4096, s.B, np.int32)}
 
 
 CONV_STEP = Operator(
-    name="conv_step",
-    doc="""Causal depthwise convolution and SiLU of one token per row.
+    "conv_step",
+    """Causal depthwise convolution and SiLU of one token per row.
 
-    out A [B, C]; ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w f32 [C, 4], slots, positions i32 [B]
+    out A [B, C], ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w A [C, 4], slots, positions i32 [B]
     out = silu(sum_j w[:, 3-j] · x[t-j]), x in the ring at position mod ring, 0 before position 0
     """,
-    reference=conv_step_reference,
-    host=conv_step,
-    parity=(
-        _step_case("one row", 1, 64),
-        _step_case("young sequences", 4, 96, extra=32, positions=(0, 1, 2, 3)),
-        _step_case("draft ring of 7", 5, 64, ring=7),
-    ),
-    bench=(_step_case("tiny b1", 1, 1024), _step_case("tiny b16", 16, 1024), _step_case("35b b16", 16, 8192, extra=4096)),
+    conv_step_reference,
+    conv_step,
+    cuda="spark_conv_step",
+    parity="""B=1 C=64 N=64 ring=4; B=4 C=96 N=128 ring=4 positions=0+1+2+3; B=5 C=64 N=64 ring=7; B=19 C=250 N=253 ring=4""",
+    bench="B=1 C=1024 N=1024 ring=4; B=16 C=1024 N=1024 ring=4; B=16 C=8192 N=12288 ring=4",
+    inputs=_positions,
+    work=lambda s: (4 * s.C * (s.B * 6 + 4), 8 * s.B * s.C),
 )
 CONV_PREFILL = Operator(
-    name="conv_prefill",
-    doc="""Causal depthwise convolution and SiLU of prompt slices, continuing from the ring and leaving it for the next.
+    "conv_prefill",
+    """Causal depthwise convolution and SiLU of prompt slices, continuing from the ring and leaving it for the next.
 
-    out A [T, C]; ring_state A [slots, ring, C] in/out ← proj A [T, N] (columns 0 … C), w f32 [C, 4], slots i32 [S],
+    out A [T, C], ring_state A [slots, ring, C] in/out ← proj A [T, N] (columns 0 … C), w A [C, 4], slots i32 [S],
     cu i32 [S+1], starts i32 [S]
     """,
-    reference=conv_prefill_reference,
-    host=conv_prefill,
-    parity=(
-        _prefill_case("one token", (1,), (0,), 64),
-        _prefill_case("ragged", (0, 1, 2, 63, 64, 65), (5, 0, 3, 1, 0, 64), 48, extra=16),
-        _prefill_case("draft ring of 7", (3, 9), (2, 7), 64, ring=7),
-    ),
-    bench=(_prefill_case("tiny t512", (512,), (0,), 1024), _prefill_case("35b t2048", (2048,), (0,), 8192, extra=4096)),
+    conv_prefill_reference,
+    conv_prefill,
+    cuda="spark_conv_prefill",
+    parity="""T=1 C=64 N=64 ring=4; T=0+1+2+63+64+65 starts=5+0+3+1+0+64 C=48 N=64 ring=4; T=3+9 starts=2+7 C=64 N=64 ring=7;
+    T=5+33 starts=0+2 C=130 N=131 ring=4; T=1+0+16+17+3*30 starts=0+4+1+2+9*30 C=64 N=64 ring=4""",
+    bench="T=512 C=1024 N=1024 ring=4; T=2048 C=8192 N=12288 ring=4",
+    work=lambda s: (4 * s.C * (2 * s.T + 4), 8 * s.T * s.C),
 )
 OPERATORS = (CONV_STEP, CONV_PREFILL)

@@ -6,62 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes
 
 
-def select_tokens_ref(plan_ids: np.ndarray, feed_slots: np.ndarray, feed: np.ndarray) -> np.ndarray:
-    return np.where(feed_slots >= 0, feed[np.maximum(feed_slots, 0)], plan_ids)
-
-
-def select_tokens(ids: np.ndarray, plan_ids: np.ndarray, feed_slots: np.ndarray, feed: np.ndarray) -> None:
-    feed.take(feed_slots, 0, ids, "clip")
+def select_tokens(ids: Array, plan_ids: Array, feed_slots: Array, feed: Array) -> None:
+    feed.take(feed_slots, 0, ids, "clip")  # mode "raise" would gather into a temporary first
     np.copyto(ids, plan_ids, where=feed_slots < 0)
 
 
-def embedding_ref(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    rows: np.ndarray = table[ids]
-    return rows
+def _select_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    ids = rng.integers(0, 1 << 18, (2, s.T + s.slots), np.int32)
+    return {"plan_ids": ids[0, : s.T], "feed": ids[1, : s.slots], "feed_slots": rng.integers(-1, s.slots, s.T, np.int32)}
 
 
-def embedding(out: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
-    table.take(ids, 0, out, "clip")  # mode "raise" would gather into a temporary first
-
-
-def gather_rows_ref(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    chosen: np.ndarray = x[np.maximum(rows, 0)]
-    return chosen
-
-
-def gather_rows(out: np.ndarray, x: np.ndarray, rows: np.ndarray) -> None:
-    x.take(rows, 0, out, "clip")
-
-
-def _select_case(tokens: int, slots: int, bench: bool = False) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        feed = rng.integers(0, 1 << 18, slots, dtype=np.int32)
-        feed_slots = rng.integers(-1, slots, tokens, dtype=np.int32)
-        return [np.empty(tokens, np.int32), rng.integers(0, 1 << 18, tokens, dtype=np.int32), feed_slots, feed]
-
-    return Case(f"T={tokens} slots={slots}", make, bytes=16 * tokens if bench else 0)
-
-
-def _embedding_case(tokens: int, hidden: int, vocab: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        ids = rng.integers(0, vocab, tokens, dtype=np.int32)
-        ids[:1], ids[-1:] = 0, vocab - 1
-        table = rng.standard_normal((vocab, hidden), dtype=np.float32)
-        return [np.empty((tokens, hidden), np.float32), ids, table]
-
-    return Case(f"T={tokens} H={hidden} V={vocab}", make, bytes=8 * tokens * hidden)
-
-
-def _gather_case(rows: int, tokens: int, width: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        x = rng.standard_normal((tokens, width), dtype=np.float32)
-        index = rng.integers(-1, tokens, rows, dtype=np.int32)
-        return [np.empty((rows, width), np.float32), x, index]
-
-    return Case(f"R={rows} T={tokens} N={width}", make, bytes=8 * rows * width)
+def _embedding_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    ids = rng.integers(0, s.V, s.T, np.int32)
+    ids[:1], ids[-1:] = 0, s.V - 1
+    return {"ids": ids}
 
 
 SELECT_TOKENS = Operator(
@@ -71,12 +32,14 @@ SELECT_TOKENS = Operator(
     ids i32 [T] ← plan_ids i32 [T], feed_slots i32 [T], feed i32 [slots]
     ids = feed[feed_slots] if feed_slots ≥ 0 else plan_ids
     """,
-    select_tokens_ref,
+    lambda plan_ids, feed_slots, feed: np.where(feed_slots >= 0, feed[np.maximum(feed_slots, 0)], plan_ids),
     select_tokens,
     cuda="spark_select_tokens",
     tolerance=None,
-    parity=tuple(_select_case(t, s) for t, s in ((1, 1), (5, 3), (65, 9), (0, 2))),
-    bench=(_select_case(256, 257, bench=True),),
+    parity="T=1 slots=1; T=5 slots=3; T=65 slots=9; T=0 slots=2",
+    bench="T=256 slots=257",
+    inputs=_select_inputs,
+    work=lambda s: (16 * s.T, 0),
 )
 
 EMBEDDING = Operator(
@@ -86,11 +49,13 @@ EMBEDDING = Operator(
     out A [T, H] ← ids i32 [T] (all in range), table A [V, H]
     out[t] = table[ids[t]]
     """,
-    embedding_ref,
-    embedding,
+    lambda ids, table: table[ids],
+    lambda out, ids, table: table.take(ids, 0, out, "clip"),
     cuda="spark_embedding",
-    parity=tuple(_embedding_case(*s) for s in ((1, 16, 7), (63, 64, 100), (65, 256, 33), (0, 8, 4))),
-    bench=(_embedding_case(1, 256, 6144), _embedding_case(512, 256, 6144), _embedding_case(4096, 2048, 8192)),
+    parity="T=1 H=16 V=7; T=63 H=64 V=100; T=65 H=256 V=33; T=0 H=8 V=4",
+    bench="T=1 H=256 V=6144; T=512 H=256 V=6144; T=4096 H=2048 V=8192",
+    inputs=_embedding_inputs,
+    work=lambda s: (8 * s.T * s.H, 0),
 )
 
 GATHER_ROWS = Operator(
@@ -100,11 +65,13 @@ GATHER_ROWS = Operator(
     out A [R, N] ← x A [T, N], rows i32 [R]
     out[r] = x[max(rows[r], 0)]
     """,
-    gather_rows_ref,
-    gather_rows,
+    lambda x, rows: x[np.maximum(rows, 0)],
+    lambda out, x, rows: x.take(rows, 0, out, "clip"),
     cuda="spark_gather_rows",
-    parity=tuple(_gather_case(*s) for s in ((1, 1, 8), (4, 65, 64), (64, 3, 256), (0, 5, 8))),
-    bench=(_gather_case(16, 512, 256), _gather_case(128, 4096, 2048)),
+    parity="R=1 T=1 N=8; R=4 T=65 N=64; R=64 T=3 N=256; R=0 T=5 N=8",
+    bench="R=16 T=512 N=256; R=128 T=4096 N=2048",
+    inputs=lambda rng, s: {"rows": rng.integers(-1, s.T, s.R, np.int32)},
+    work=lambda s: (8 * s.R * s.N, 0),
 )
 
 OPERATORS = (SELECT_TOKENS, EMBEDDING, GATHER_ROWS)

@@ -1,4 +1,10 @@
-"""Gated delta net operators: gates, one recurrent step per decode row, and the chunked prefill (see gdn_chunk)."""
+"""Gated delta net operators: gates, one recurrent step per decode row, and the chunked prefill (see gdn_chunk).
+
+The rule, token by token, per value head with its group's key head, a state S [DV, DK] and natural-log decay g ≤ 0:
+
+    q, k ← q / sqrt(|q|² + 1e-6) · DK^-½,  k / sqrt(|k|² + 1e-6)
+    S ← e^g S;   d = beta (v - S k);   S ← S + d kᵀ;   o = S q
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,101 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.elementwise import sigmoid, softplus
-from sparkrt.ops.gdn_chunk import CHUNK, gdn_prefill
-from sparkrt.ops.gdn_reference import L2_EPS, gdn_gates_reference, gdn_prefill_reference, gdn_step_reference
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.activation import sigmoid, softplus
+from sparkrt.ops.gdn_chunk import CHUNK, L2_EPS, gdn_prefill
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
 
 _TILE = 1 << 18  # bytes of state updated at once; with a scratch of that size it stays in the L2 cache
+_RECORD_WORDS = 4352  # of the workspace, a chunk and value head: two 64 x 64 tiles of float16, 4 x 64 floats
 
 
-def gdn_gates(g: np.ndarray, beta: np.ndarray, proj: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray, b_col: int) -> None:
+def workspace_words(tokens: int, slices: int, v_heads: int) -> int:
+    """32-bit words that GDN_PREFILL's tensor-core kernels want for `tokens` tokens in `slices` slices, or for fewer of both."""
+    return (tokens // CHUNK + 2 * slices) * v_heads * _RECORD_WORDS
+
+
+def gdn_gates_reference(proj: Array, a_log: Array, dt_bias: Array, b_col: int) -> tuple[Array, Array]:
+    """proj [T, N]: b in columns b_col …, a in the HV after them → (g [T, HV] ≤ 0, beta [T, HV])."""
+    heads = len(a_log)
+    b, a = proj[:, b_col : b_col + heads], proj[:, b_col + heads : b_col + 2 * heads]
+    return -np.exp(a_log) * softplus(a + dt_bias), sigmoid(b)
+
+
+def split_heads(qkv: Array, k_heads: int, v_heads: int, v_dim: int, k_dim: int) -> tuple[Array, Array, Array]:
+    """qkv [T, C] → q, k [T, HV, DK] normalized, q scaled, each repeated for the value heads of its group; v [T, HV, DV]."""
+    tokens, keys = len(qkv), k_heads * k_dim
+    q, k = qkv[:, :keys], qkv[:, keys : 2 * keys]
+
+    def normalized(x: Array) -> Array:
+        x = x.reshape(tokens, k_heads, k_dim)
+        x = x / np.sqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+        return np.repeat(x, v_heads // k_heads, axis=1)
+
+    return normalized(q) * k_dim**-0.5, normalized(k), qkv[:, 2 * keys :].reshape(tokens, v_heads, v_dim)
+
+
+def gdn_recurrence(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+    """q, k, v as `split_heads` gives them, g, beta [T, HV], state [HV, DV, DK] → (o [T, HV, DV], state)."""
+    o = np.empty_like(v)
+    for t in range(len(v)):
+        state = state * np.exp(g[t])[:, None, None]
+        d = beta[t][:, None] * (v[t] - np.einsum("hvk,hk->hv", state, k[t]))
+        state = state + d[:, :, None] * k[t][:, None, :]
+        o[t] = np.einsum("hvk,hk->hv", state, q[t])
+    return o, state
+
+
+def gdn_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> tuple[Array, Array]:
+    """One token a row; see `gdn.gdn_step`. Returns (out [B, HV, DV], state)."""
+    state = state.copy()
+    q, k, v = split_heads(qkv, k_heads, *state.shape[1:])
+    out = np.empty_like(v)
+    for i, slot in enumerate(slots):
+        row = slice(i, i + 1)
+        out[row], state[slot] = gdn_recurrence(q[row], k[row], v[row], g[row], beta[row], state[slot])
+    return out, state
+
+
+def gdn_prefill_reference(
+    state: Array,
+    snapshots: Array | None,
+    qkv: Array,
+    g: Array,
+    beta: Array,
+    slots: Array,
+    cu: Array,
+    starts: Array,
+    snap_rows: Array | None,
+    k_heads: int,
+    workspace: Array | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """See `gdn_chunk.gdn_prefill`. Returns (out [T, HV, DV], state, snapshots if there are any)."""
+    state = state.copy()
+    q, k, v = split_heads(qkv, k_heads, *state.shape[1:])
+    out = np.empty_like(v)
+    marks = [] if snap_rows is None else snap_rows.tolist()
+    taken = None if snapshots is None else snapshots.copy()
+    for s, slot in enumerate(slots):
+        now = state[slot] if starts[s] else np.zeros_like(state[slot])
+        cuts = sorted({0, *(offset for sequence, offset in marks if sequence == s), cu[s + 1] - cu[s]})
+        for lo, hi in zip([0, *cuts[:-1]], cuts, strict=True):
+            rows = slice(cu[s] + lo, cu[s] + hi)
+            out[rows], now = gdn_recurrence(q[rows], k[rows], v[rows], g[rows], beta[rows], now)
+            for i, mark in enumerate(marks):
+                if taken is not None and mark == [s, hi]:
+                    taken[i] = now
+        state[slot] = now
+    return out, state, taken
+
+
+def gdn_gates(g: Array, beta: Array, proj: Array, a_log: Array, dt_bias: Array, b_col: int) -> None:
     """g, beta [T, HV] float32, proj [T, N]: b in columns b_col …, a in the HV after them; a_log, dt_bias [HV]."""
     heads = g.shape[1]
     beta[:] = sigmoid(proj[:, b_col : b_col + heads])
     np.multiply(softplus(proj[:, b_col + heads : b_col + 2 * heads] + dt_bias), -np.exp(a_log), out=g)
 
 
-def gdn_step(
-    out: np.ndarray, state: np.ndarray, qkv: np.ndarray, g: np.ndarray, beta: np.ndarray, slots: np.ndarray, k_heads: int
-) -> None:
+def gdn_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> None:
     """Decode rows: out [B, HV, DV], state [slots, HV, DV, DK] in/out, qkv [B, C], g/beta [B, HV], slots [B].
 
     A row's state is read once, S [q k], and updated once; nothing is gathered and no row's result depends on another row.
@@ -71,124 +154,80 @@ def gdn_step(
             tile += part
 
 
-def _gates_case(label: str, tokens: int, heads: int, b_col: int, scale: float = 1.0) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        proj = rng.standard_normal((tokens, b_col + 2 * heads + 3), np.float32) * np.float32(scale)
-        a_log = np.log(rng.uniform(1, 16, heads)).astype(np.float32)
-        out = np.empty((tokens, heads), np.float32)
-        return [out, out.copy(), proj, a_log, rng.standard_normal(heads, np.float32), b_col]
-
-    return Case(label, make, (0, 1), bytes=16 * tokens * heads)
-
-
-def _inputs(rng: Rng, tokens: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, decay: float) -> tuple[np.ndarray, ...]:
-    """qkv, g, beta. Keys of a token share a direction, as trained ones do."""
-    qkv = rng.standard_normal((tokens, 2 * k_heads * k_dim + v_heads * v_dim), np.float32)
-    qkv[:, k_heads * k_dim : 2 * k_heads * k_dim] += 0.5
-    g = -rng.exponential(decay, (tokens, v_heads)).astype(np.float32)
-    return qkv, g, rng.random((tokens, v_heads), np.float32)
+def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    """Keys of a token share a direction, as trained ones do. Slots are all but the first and the dummy behind the last."""
+    rows, state = s.B or s.T, (s.HV, s.DV, s.DK)
+    qkv = normal(rng, (rows, 2 * s.HK * s.DK + s.HV * s.DV))
+    qkv[:, s.HK * s.DK : 2 * s.HK * s.DK] += 0.5
+    given = {"qkv": qkv, "state": normal(rng, (s.slots, *state), 0.3), "k_heads": s.HK}
+    given["g"] = -rng.exponential(s.decay or 0.2, (rows, s.HV)).astype(np.float32)
+    given["slots"] = 1 + rng.permutation(s.slots - 2).astype(np.int32)
+    if s.snaps:
+        given["snap_rows"] = np.array(s.snaps, np.int32).reshape(-1, 2)
+        given["snapshots"] = np.empty((len(s.snaps) // 2, *state), np.float32)
+    if s.DK == s.DV == 128:
+        given["workspace"] = np.zeros(workspace_words(s.T, s.S, s.HV), np.uint32)
+    return given | {"beta": rng.random((rows, s.HV), np.float32)}
 
 
-def _state(rng: Rng, slots: int, v_heads: int, v_dim: int, k_dim: int) -> np.ndarray:
-    return rng.standard_normal((slots, v_heads, v_dim, k_dim), np.float32) * np.float32(0.3)
-
-
-def _step_case(
-    label: str, batch: int, k_heads: int, v_heads: int, k_dim: int = 128, v_dim: int = 128, decay: float = 0.2
-) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        qkv, g, beta = _inputs(rng, batch, k_heads, v_heads, k_dim, v_dim, decay)
-        slots = 1 + rng.permutation(batch).astype(np.int32)  # the last slot included
-        out = np.empty((batch, v_heads, v_dim), np.float32)
-        return [out, _state(rng, batch + 1, v_heads, v_dim, k_dim), qkv, g, beta, slots, k_heads]
-
-    size = batch * v_heads * v_dim
-    return Case(label, make, (0, 1), bytes=8 * size * k_dim + 8 * size, flops=8 * size * k_dim)
-
-
-def _prefill_case(
-    label: str,
-    lengths: tuple[int, ...],
-    starts: tuple[int, ...],
-    k_heads: int = 1,
-    v_heads: int = 2,
-    k_dim: int = 32,
-    v_dim: int = 48,
-    decay: float = 0.2,
-    snaps: tuple[tuple[int, int], ...] = (),
-) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        tokens, n = sum(lengths), len(lengths)
-        qkv, g, beta = _inputs(rng, tokens, k_heads, v_heads, k_dim, v_dim, decay)
-        state = _state(rng, n + 1, v_heads, v_dim, k_dim)
-        snapshots = np.empty((len(snaps), *state.shape[1:]), np.float32) if snaps else None
-        slots = rng.permutation(n + 1)[:n].astype(np.int32)
-        cu = np.cumsum((0, *lengths)).astype(np.int32)
-        rows = np.array(snaps, np.int32) if snaps else None
-        out = np.empty((tokens, v_heads, v_dim), np.float32)
-        return [out, state, snapshots, qkv, g, beta, slots, cu, np.array(starts, np.int32), rows, k_heads]
-
-    tokens = sum(lengths)
-    per_key_head = 4 * CHUNK * k_dim
-    per_value_head = 6 * k_dim * v_dim + 4 * CHUNK * v_dim + CHUNK * CHUNK
-    traffic = 4 * tokens * (2 * k_heads * k_dim + 2 * v_heads * v_dim) + 8 * len(lengths) * v_heads * v_dim * k_dim
-    flops = tokens * (k_heads * per_key_head + v_heads * per_value_head)
-    return Case(label, make, (0, 1, 2) if snaps else (0, 1), bytes=traffic, flops=flops)
+def _prefill_work(s: Sizes) -> tuple[float, float]:
+    per_value_head = 6 * s.DK * s.DV + 4 * CHUNK * s.DV + CHUNK * CHUNK
+    traffic = 8 * s.T * (s.HK * s.DK + s.HV * s.DV) + 8 * s.S * s.HV * s.DV * s.DK
+    return traffic, s.T * (s.HK * 4 * CHUNK * s.DK + s.HV * per_value_head)
 
 
 GDN_GATES = Operator(
-    name="gdn_gates",
-    doc="""Decay and write strength of each value head.
+    "gdn_gates",
+    """Decay and write strength of each value head.
 
     g, beta f32 [T, HV] ← proj A [T, N] (b at column b_col, then a), a_log, dt_bias f32 [HV], b_col
     g = -exp(a_log) · softplus(a + dt_bias);  beta = sigmoid(b)
     """,
-    reference=gdn_gates_reference,
-    host=gdn_gates,
-    parity=(
-        _gates_case("one token", 1, 4, 8),
-        _gates_case("65 tokens", 65, 6, 0),
-        _gates_case("saturated", 64, 4, 3, scale=60.0),
-    ),
-    bench=(_gates_case("tiny b16", 16, 4, 1536), _gates_case("35b t2048", 2048, 32, 12288)),
+    gdn_gates_reference,
+    gdn_gates,
+    cuda="spark_gdn_gates",
+    parity="T=1 HV=4 b_col=8 N=19; T=65 HV=6 N=15; T=64 HV=4 b_col=3 N=14 proj=60",
+    bench="T=16 HV=4 b_col=1536 N=1547; T=2048 HV=32 b_col=12288 N=12355",
+    work=lambda s: (16 * s.T * s.HV, 0),
 )
 GDN_STEP = Operator(
-    name="gdn_step",
-    doc="""One token of the gated delta rule per row, on states held in slots.
+    "gdn_step",
+    """One token of the gated delta rule per row, on states held in slots.
 
     out A [B, HV, DV], state f32 [slots, HV, DV, DK] in/out ← qkv A [B, C], g, beta f32 [B, HV], slots i32 [B], k_heads
     S ← e^g S;  d = beta (v - S k);  S ← S + d kᵀ;  o = S q;  q, k normalized, q scaled by DK^-½
+    Rows in the last slot, the dummy, may be skipped: their output is finite and their state anything finite.
     """,
-    reference=gdn_step_reference,
-    host=gdn_step,
-    parity=(
-        _step_case("one row", 1, 2, 4),
-        _step_case("odd sizes", 5, 2, 6, k_dim=48, v_dim=40),
-        _step_case("strong decay", 3, 1, 1, decay=100.0),
-        _step_case("tiles of heads", 2, 8, 8),
-    ),
-    bench=(_step_case("tiny b1", 1, 2, 4), _step_case("tiny b16", 16, 2, 4), _step_case("35b b8", 8, 16, 32)),
+    gdn_step_reference,
+    gdn_step,
+    cuda="spark_gdn_step",
+    parity="""B=1 HK=2 HV=4 DK=128 DV=128; B=5 HK=2 HV=6 DK=48 DV=40; B=3 HK=1 HV=1 DK=128 DV=128 decay=100;
+    B=2 HK=8 HV=8 DK=128 DV=128; B=33 HK=4 HV=16 DK=128 DV=128""",
+    bench="B=1 HK=2 HV=4 DK=128 DV=128; B=16 HK=2 HV=4 DK=128 DV=128; B=8 HK=16 HV=32 DK=128 DV=128",
+    inputs=_inputs,
+    work=lambda s: (8 * s.B * s.HV * s.DV * (s.DK + 1), 8 * s.B * s.HV * s.DV * s.DK),
 )
 GDN_PREFILL = Operator(
-    name="gdn_prefill",
-    doc="""The gated delta rule over prompt slices, in chunks of 64 on absolute positions.
+    "gdn_prefill",
+    """The gated delta rule over prompt slices, in chunks of 64 on absolute positions.
 
     out A [T, HV, DV], state f32 [slots, HV, DV, DK] in/out, snapshots f32 [n, HV, DV, DK] or none
-    ← qkv A [T, C], g, beta f32 [T, HV], slots i32 [S], cu i32 [S+1], starts i32 [S], snap_rows i32 [n, 2] or none, k_heads
+    ← qkv A [T, C], g, beta f32 [T, HV], slots i32 [S], cu i32 [S+1], starts i32 [S], snap_rows i32 [n, 2] or none, k_heads,
+    workspace u32 [workspace_words(T, S, HV) or more] or none
     A slice at start 0 begins from zero; snapshots are states after snap_rows[i, 1] tokens of slice snap_rows[i, 0].
+    On a device, heads of 128 x 128 in bf16 or f16 go to the tensor cores if there is a workspace, anything else token by token.
     """,
-    reference=gdn_prefill_reference,
-    host=gdn_prefill,
-    parity=(
-        _prefill_case("one token", (1,), (0,)),
-        _prefill_case("edges of a chunk", (0, 1, 63, 64, 65), (7, 64, 0, 128, 0)),
-        _prefill_case("mid-chunk start", (130,), (37,), k_heads=2, v_heads=4),
-        _prefill_case("decay to e^-1000", (100,), (64,), decay=1000.0),
-        _prefill_case("snapshots", (200, 64), (30, 0), snaps=((0, 34), (0, 98), (1, 64), (0, 200), (1, 0))),
-    ),
-    bench=(
-        _prefill_case("tiny t512", (512,), (0,), 2, 4, 128, 128),
-        _prefill_case("35b t1024", (1024,), (0,), 16, 32, 128, 128),
-    ),
+    gdn_prefill_reference,
+    gdn_prefill,
+    cuda="spark_gdn_prefill",
+    parity="""T=1 HK=1 HV=2 DK=32 DV=48; T=0+1+63+64+65 starts=7+64+0+128+0 HK=1 HV=2 DK=32 DV=48;
+    T=130 starts=37 HK=2 HV=4 DK=32 DV=48; T=100 starts=64 HK=1 HV=2 DK=32 DV=48 decay=1000;
+    T=200+64 starts=30+0 HK=1 HV=2 DK=32 DV=48 snaps=0+34+0+98+1+64+0+200+1+0; T=1 HK=1 HV=2 DK=128 DV=128;
+    T=0+1+63+64+65+2 starts=7+64+0+128+0+63 HK=1 HV=2 DK=128 DV=128; T=130 starts=37 HK=2 HV=6 DK=128 DV=128;
+    T=100 starts=64 HK=1 HV=2 DK=128 DV=128 decay=1000; T=300 starts=64 HK=1 HV=1 DK=128 DV=128 decay=1e-3;
+    T=200+64 starts=30+0 HK=1 HV=2 DK=128 DV=128 snaps=0+34+0+98+1+64+0+200+1+0; T=70+64 HK=16 HV=48 DK=128 DV=128""",
+    bench="T=512 HK=2 HV=4 DK=128 DV=128; T=1024 HK=16 HV=32 DK=128 DV=128",
+    inputs=_inputs,
+    work=_prefill_work,
 )
 OPERATORS = (GDN_GATES, GDN_STEP, GDN_PREFILL)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparkrt.ops.gdn_reference import L2_EPS
+from sparkrt.ops.operator import Array
 
+L2_EPS = 1e-6  # inside the root of the norms of q and k; a constant of the layer, not the model's rms_norm_eps
 CHUNK = 64
 _BLOCK = 16  # rows solved by substitution before blocks are merged
 _FORGET = -200.0  # e^-200 is 0 in float32; a larger decay would only cost the sums digits
@@ -52,32 +53,34 @@ def _grid(cu: list[int], starts: list[int]) -> list[_Chunk]:
 class _Prepared:
     """What chunks need for the recurrence over S; leading axes [chunk, key head (, value head of the group)]."""
 
-    kq: np.ndarray  # [n, HK, 1, 128, DK]: 64 rows of keys, 64 of queries, normalized
-    v: np.ndarray  # [n, HK, r, 64, DV]
-    solve: np.ndarray  # [n, HK, r, 64, 64]: T ⊙ L ⊙ beta_j
-    scores: np.ndarray  # [n, HK, r, 64, 64]: Q Kᵀ ⊙ L
-    decay: np.ndarray  # [n, HK, r, 64, 1]: e^G
-    to_end: np.ndarray  # [n, HK, r, 64, 1]: e^{G_C - G}
-    total: np.ndarray  # [n, HK, r, 1, 1]: e^{G_C}
+    kq: Array  # [n, HK, 1, 128, DK]: 64 rows of keys, 64 of queries, normalized
+    v: Array  # [n, HK, r, 64, DV]
+    solve: Array  # [n, HK, r, 64, 64]: T ⊙ L ⊙ beta_j
+    scores: Array  # [n, HK, r, 64, 64]: Q Kᵀ ⊙ L
+    decay: Array  # [n, HK, r, 64, 1]: e^G
+    to_end: Array  # [n, HK, r, 64, 1]: e^{G_C - G}
+    total: Array  # [n, HK, r, 1, 1]: e^{G_C}
 
 
 def gdn_prefill(
-    out: np.ndarray,
-    state: np.ndarray,
-    snapshots: np.ndarray | None,
-    qkv: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
-    slots: np.ndarray,
-    cu: np.ndarray,
-    starts: np.ndarray,
-    snap_rows: np.ndarray | None,
+    out: Array,
+    state: Array,
+    snapshots: Array | None,
+    qkv: Array,
+    g: Array,
+    beta: Array,
+    slots: Array,
+    cu: Array,
+    starts: Array,
+    snap_rows: Array | None,
     k_heads: int,
+    workspace: Array | None = None,
 ) -> None:
     """out [T, HV, DV], state [slots, HV, DV, DK] in/out, snapshots [n, HV, DV, DK], qkv [T, C], g/beta [T, HV],
     slots/starts [S], cu [S+1], snap_rows [n, 2]: (sequence, tokens into the slice) on a chunk end; sequence -1 is skipped.
 
     A slice that starts at position 0 starts from a zero state, whatever its slot holds; a slice may be empty.
+    The workspace is for devices (see gdn.workspace_words).
     """
     _, v_heads, v_dim, k_dim = state.shape
     heads = (k_heads, v_heads // k_heads, v_dim, k_dim)
@@ -112,13 +115,13 @@ def gdn_prefill(
             snapshot(chunk.sequence, chunk.end)
 
 
-def _advance(s: np.ndarray, ready: _Prepared, i: int, update: np.ndarray) -> np.ndarray:
+def _advance(s: Array, ready: _Prepared, i: int, update: Array) -> Array:
     """One chunk: s [HK, r, DV, DK] moves to the chunk's end; returns o [HK, r, 64, DV]."""
     kq = ready.kq[i]
     seen = np.matmul(kq, s.swapaxes(2, 3))  # K S and Q S
     seen *= np.concatenate((ready.decay[i], ready.decay[i]), axis=2)
     d = np.matmul(ready.solve[i], ready.v[i] - seen[:, :, :CHUNK])
-    o: np.ndarray = np.matmul(ready.scores[i], d)
+    o: Array = np.matmul(ready.scores[i], d)
     o += seen[:, :, CHUNK:]
     d *= ready.to_end[i]
     np.matmul(d.swapaxes(2, 3), kq[:, :, :CHUNK], out=update)
@@ -127,9 +130,7 @@ def _advance(s: np.ndarray, ready: _Prepared, i: int, update: np.ndarray) -> np.
     return o
 
 
-def _prepare(
-    chunks: list[_Chunk], qkv: np.ndarray, g: np.ndarray, beta: np.ndarray, k_heads: int, v_dim: int, k_dim: int
-) -> _Prepared:
+def _prepare(chunks: list[_Chunk], qkv: Array, g: Array, beta: Array, k_heads: int, v_dim: int, k_dim: int) -> _Prepared:
     """All that does not need the state, for several chunks at once."""
     n, group = len(chunks), g.shape[1] // k_heads
     steps = np.arange(CHUNK)
@@ -150,7 +151,7 @@ def _prepare(
     kq = kq.reshape(n, k_heads, 1, 2 * CHUNK, k_dim)
     products = np.matmul(kq, kq[:, :, :, :CHUNK].swapaxes(3, 4))
 
-    def by_head(gate: np.ndarray) -> np.ndarray:
+    def by_head(gate: Array) -> Array:
         gate = gate[index]
         gate[padding] = 0
         return np.ascontiguousarray(gate.reshape(n, CHUNK, k_heads, group).transpose(0, 2, 3, 1))
@@ -179,7 +180,7 @@ def _prepare(
     )
 
 
-def unit_lower_inverse(a: np.ndarray) -> np.ndarray:
+def unit_lower_inverse(a: Array) -> Array:
     """(I + a)^-1 for strictly lower triangular a [..., 64, 64]: 16 × 16 blocks by substitution, then merged 16 → 32 → 64 by
 
     [[X1, 0], [-X2 A21 X1, X2]]. No power series: with near-parallel keys its terms reach 5e17 before they cancel.

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.elementwise import silu
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.activation import silu
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
 
 _SEGMENT = 32  # pairs of one expert that a kernel takes at a time, at least
 
@@ -30,25 +30,16 @@ def workspace_words(tokens: int, top_k: int, experts: int, hidden: int, width: i
     return sum(-(-part // 256) * 64 for part in parts)
 
 
-def router_topk_reference(logits: np.ndarray, top_k: int, renormalize: int) -> tuple[np.ndarray, np.ndarray]:
-    """logits [T, E] → (weights [T, k], ids [T, k] int32), most likely expert first."""
+def router_topk_reference(weights: Array, ids: Array, logits: Array, renormalize: int) -> tuple[Array, Array]:
+    """See `router_topk`; of the outputs only the width is read."""
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
-    ids = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(p, ids, 1)
-    if renormalize:
-        weights /= weights.sum(1, keepdims=True)
-    return weights, ids.astype(np.int32)
+    best = np.argsort(-logits, axis=1, kind="stable")[:, : ids.shape[1]]
+    shares = np.take_along_axis(p, best, 1)
+    return shares / shares.sum(1, keepdims=True) if renormalize else shares, best.astype(np.int32)
 
 
-def experts_reference(
-    x: np.ndarray,
-    gate_up: np.ndarray,
-    down: np.ndarray,
-    ids: np.ndarray,
-    weights: np.ndarray,
-    workspace: np.ndarray | None = None,
-) -> np.ndarray:
+def experts_reference(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None) -> Array:
     """x [T, H], gate_up [E, 2F, H] (gate rows first), down [E, H, F], ids and weights [T, k] → [T, H], expert after expert."""
     out = np.zeros_like(x)
     for token, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
@@ -58,7 +49,7 @@ def experts_reference(
     return out
 
 
-def router_topk(weights: np.ndarray, ids: np.ndarray, logits: np.ndarray, renormalize: int) -> None:
+def router_topk(weights: Array, ids: Array, logits: Array, renormalize: int) -> None:
     """weights [T, k] float32, ids [T, k] int32, logits [T, E] float32. k rounds of argmax, which takes the lowest of equals."""
     left = logits.copy()
     rows = np.arange(len(logits))
@@ -74,13 +65,7 @@ def router_topk(weights: np.ndarray, ids: np.ndarray, logits: np.ndarray, renorm
 
 
 def moe_experts(
-    out: np.ndarray,
-    x: np.ndarray,
-    gate_up: np.ndarray,
-    down: np.ndarray,
-    ids: np.ndarray,
-    weights: np.ndarray,
-    workspace: np.ndarray | None = None,
+    out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
 ) -> None:
     """out [T, H], x [T, H], gate_up [E, H, 2F], down [E, F, H], ids [T, k] int32, weights [T, k] float32; no workspace needed.
 
@@ -115,81 +100,58 @@ def moe_experts(
     np.add.reduce(parts.reshape(tokens, k, -1), axis=1, out=out)
 
 
-def _router_reference(
-    weights: np.ndarray, ids: np.ndarray, logits: np.ndarray, renormalize: int
-) -> tuple[np.ndarray, np.ndarray]:
-    return router_topk_reference(logits, ids.shape[1], renormalize)
+def _router_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    logits = normal(rng, (s.T, s.E))
+    return {"logits": np.round(logits) if s.ties else logits}
 
 
-def _router_case(label: str, tokens: int, experts: int, k: int, renormalize: int = 1, ties: bool = False) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        logits = rng.standard_normal((tokens, experts), np.float32)
-        if ties:
-            logits = np.round(logits)
-        return [np.empty((tokens, k), np.float32), np.empty((tokens, k), np.int32), logits, renormalize]
+def _experts_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    """Spread routing."""
+    return {
+        "gate_up": normal(rng, (s.E, 2 * s.F, s.H), s.H**-0.5),
+        "down": normal(rng, (s.E, s.H, s.F), s.F**-0.5),
+        "ids": np.argsort(rng.random((s.T, s.E)), 1)[:, : s.top].astype(np.int32),
+        "weights": rng.dirichlet(np.ones(s.top), s.T).astype(np.float32),
+        "workspace": np.zeros(workspace_words(s.T, s.top, s.E, s.H, s.F, 4), np.uint32),
+    }
 
-    return Case(label, make, (0, 1), bytes=4 * tokens * (experts + 2 * k), flops=4 * tokens * experts)
 
-
-def _experts_case(label: str, tokens: int, experts: int, k: int, hidden: int, width: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        gate_up = rng.standard_normal((experts, 2 * width, hidden), np.float32) * np.float32(hidden**-0.5)
-        down = rng.standard_normal((experts, hidden, width), np.float32) * np.float32(width**-0.5)
-        ids = np.argsort(rng.random((tokens, experts)), 1)[:, :k].astype(np.int32)
-        weights = rng.dirichlet(np.ones(k), tokens).astype(np.float32)
-        x = rng.standard_normal((tokens, hidden), np.float32)
-        workspace = np.zeros(workspace_words(tokens, k, experts, hidden, width, 4), np.uint32)
-        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights, workspace]
-
-    distinct = experts * (1 - (1 - k / experts) ** tokens)  # what spread routing touches
-    traffic = int(12 * distinct * hidden * width) + 8 * tokens * hidden
-    return Case(label, make, bytes=traffic, flops=6 * tokens * k * hidden * width)
+def _experts_work(s: Sizes) -> tuple[float, float]:
+    distinct = s.E * (1 - (1 - s.top / s.E) ** s.T)  # what spread routing touches
+    return 12 * distinct * s.H * s.F + 8 * s.T * s.H, 6 * s.T * s.top * s.H * s.F
 
 
 ROUTER_TOPK = Operator(
-    name="router_topk",
-    doc="""Which experts a token goes to, and with what share.
+    "router_topk",
+    """Which experts a token goes to, and with what share.
 
-    weights f32 [T, k], ids i32 [T, k] ← logits f32 [T, E], renormalize
-    p = softmax(logits) over all experts; the k largest, lowest index on exact ties; divided by their sum if renormalize
+    weights f32 [T, top], ids i32 [T, top] ← logits f32 [T, E], renormalize
+    p = softmax(logits) over all experts; the `top` largest, lowest index on exact ties; divided by their sum if renormalize
     """,
-    reference=_router_reference,
-    host=router_topk,
+    router_topk_reference,
+    router_topk,
     cuda="spark_router_topk",
-    parity=(
-        _router_case("one token", 1, 8, 2),
-        _router_case("not renormalized", 65, 32, 4, renormalize=0),
-        _router_case("exact ties", 64, 16, 4, ties=True),
-        _router_case("many experts", 5, 512, 10),
-    ),
-    bench=(_router_case("tiny b16", 16, 8, 2), _router_case("35b t512", 512, 256, 8)),
+    parity="T=1 E=8 top=2 renormalize; T=65 E=32 top=4; T=64 E=16 top=4 renormalize ties; T=5 E=512 top=10 renormalize",
+    bench="T=16 E=8 top=2 renormalize; T=512 E=256 top=8 renormalize",
+    inputs=_router_inputs,
+    work=lambda s: (4 * s.T * (s.E + 2 * s.top), 4 * s.T * s.E),
 )
 MOE_EXPERTS = Operator(
-    name="moe_experts",
-    doc="""The routed experts of each token, weighted and summed.
+    "moe_experts",
+    """The routed experts of each token, weighted and summed.
 
-    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, k], weights f32 [T, k],
+    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top], weights f32 [T, top],
     workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
     out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
     """,
-    reference=experts_reference,
-    host=moe_experts,
-    host_kn=(2, 3),
+    experts_reference,
+    moe_experts,
     cuda="spark_moe_experts",
-    parity=(
-        _experts_case("one token", 1, 8, 2, 64, 16),
-        _experts_case("ragged groups", 37, 8, 2, 64, 24),
-        _experts_case("most experts idle", 5, 32, 3, 48, 16),
-        _experts_case("eight tokens", 8, 12, 4, 264, 136),
-        _experts_case("nine tokens", 9, 40, 4, 320, 200),
-        _experts_case("more than a segment", 150, 12, 1, 72, 40),
-        _experts_case("tiles of pairs", 200, 8, 2, 136, 72),
-        _experts_case("no vectors", 5, 4, 2, 20, 12),
-    ),
-    bench=(
-        _experts_case("tiny b1", 1, 8, 2, 256, 64),
-        _experts_case("tiny b16", 16, 8, 2, 256, 64),
-        _experts_case("tiny t512", 512, 8, 2, 256, 64),
-    ),
+    host_kn=(2, 3),
+    parity="""T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
+    T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12""",
+    bench="T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64",
+    inputs=_experts_inputs,
+    work=_experts_work,
 )
 OPERATORS = (ROUTER_TOPK, MOE_EXPERTS)

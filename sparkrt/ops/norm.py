@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.elementwise import silu
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.activation import silu
+from sparkrt.ops.operator import Array, Operator
 
 
-def rms_norm_ref(x: np.ndarray, w: np.ndarray, eps: float, offset: float) -> np.ndarray:
-    y: np.ndarray = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (offset + w)
+def rms_norm_ref(x: Array, w: Array, eps: float, offset: float) -> Array:
+    y: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (offset + w)
     return y
 
 
-def rms_norm(out: np.ndarray, x: np.ndarray, w: np.ndarray, eps: float, offset: float) -> None:
+def rms_norm(out: Array, x: Array, w: Array, eps: float, offset: float) -> None:
     """Over the last axis, whatever the leading ones; `out` may be `x`."""
     rms_scale(out, x, eps)
     np.multiply(out, w + offset if offset else w, out)
 
 
-def rms_scale(out: np.ndarray, x: np.ndarray, eps: float) -> None:
+def rms_scale(out: Array, x: Array, eps: float) -> None:
     """The norm without its weight. Each row's sum is its own dot product, so its bits depend on nothing else."""
     square = np.vecdot(x, x)
     square /= x.shape[-1]
@@ -31,77 +30,27 @@ def rms_scale(out: np.ndarray, x: np.ndarray, eps: float) -> None:
     np.divide(x, square[..., None], out)
 
 
-def add_rms_norm_ref(
-    residual: np.ndarray, delta: np.ndarray, w: np.ndarray, eps: float, offset: float
-) -> tuple[np.ndarray, np.ndarray]:
+def add_rms_norm_ref(residual: Array, delta: Array, w: Array, eps: float, offset: float) -> tuple[Array, Array]:
     total = residual + delta
     return rms_norm_ref(total, w, eps, offset), total
 
 
-def add_rms_norm(out: np.ndarray, residual: np.ndarray, delta: np.ndarray, w: np.ndarray, eps: float, offset: float) -> None:
+def add_rms_norm(out: Array, residual: Array, delta: Array, w: Array, eps: float, offset: float) -> None:
     np.add(residual, delta, residual)
     rms_norm(out, residual, w, eps, offset)
 
 
-def add_ref(residual: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    total: np.ndarray = residual + delta
-    return total
-
-
-def add(residual: np.ndarray, delta: np.ndarray) -> None:
-    np.add(residual, delta, residual)
-
-
-def gated_rms_norm_ref(x: np.ndarray, proj: np.ndarray, w: np.ndarray, z_col: int, eps: float) -> np.ndarray:
+def gated_rms_norm_ref(x: Array, proj: Array, w: Array, z_col: int, eps: float) -> Array:
     z = proj[:, z_col : z_col + prod(x.shape[1:])].reshape(x.shape)
-    y: np.ndarray = rms_norm_ref(x, w, eps, 0.0) * silu(z)
+    y: Array = rms_norm_ref(x, w, eps, 0.0) * silu(z)
     return y.reshape(len(x), prod(x.shape[1:]))
 
 
-def gated_rms_norm(out: np.ndarray, x: np.ndarray, proj: np.ndarray, w: np.ndarray, z_col: int, eps: float) -> None:
+def gated_rms_norm(out: Array, x: Array, proj: Array, w: Array, z_col: int, eps: float) -> None:
     y = out.reshape(x.shape)
     z = proj[:, z_col : z_col + out.shape[1]].reshape(x.shape)
     rms_norm(y, x, w, eps, 0.0)
     np.multiply(y, silu(z), y)
-
-
-EPS = 1e-6
-
-
-def _weight(rng: Rng, width: int, offset: float) -> np.ndarray:
-    return (rng.standard_normal(width, dtype=np.float32) * np.float32(0.2) + np.float32(1.0 - offset)).astype(np.float32)
-
-
-def _rms_case(tokens: int, hidden: int, offset: float, scale: float = 1.0) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        x = rng.standard_normal((tokens, hidden), dtype=np.float32) * np.float32(scale)
-        return [np.empty_like(x), x, _weight(rng, hidden, offset), EPS, offset]
-
-    return Case(f"T={tokens} H={hidden} offset={offset:g} scale={scale:g}", make, bytes=8 * tokens * hidden)
-
-
-def _add_rms_case(tokens: int, hidden: int, offset: float) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        residual, delta = (rng.standard_normal((tokens, hidden), dtype=np.float32) for _ in range(2))
-        return [np.empty_like(residual), residual, delta, _weight(rng, hidden, offset), EPS, offset]
-
-    return Case(f"T={tokens} H={hidden} offset={offset:g}", make, outputs=(0, 1), bytes=16 * tokens * hidden)
-
-
-def _add_case(tokens: int, hidden: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        return [rng.standard_normal((tokens, hidden), dtype=np.float32) for _ in range(2)]
-
-    return Case(f"T={tokens} H={hidden}", make, bytes=12 * tokens * hidden)
-
-
-def _gated_case(tokens: int, heads: int, dim: int, z_col: int, scale: float = 1.0) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        x = rng.standard_normal((tokens, heads, dim), dtype=np.float32)
-        proj = rng.standard_normal((tokens, z_col + heads * dim + 3), dtype=np.float32) * np.float32(scale)
-        return [np.empty((tokens, heads * dim), np.float32), x, proj, _weight(rng, dim, 0.0), z_col, EPS]
-
-    return Case(f"T={tokens} HV={heads} DV={dim} z_col={z_col} scale={scale:g}", make, bytes=12 * tokens * heads * dim)
 
 
 RMS_NORM = Operator(
@@ -114,8 +63,9 @@ RMS_NORM = Operator(
     rms_norm_ref,
     rms_norm,
     cuda="spark_rms_norm",
-    parity=tuple(_rms_case(*s) for s in ((1, 256, 1.0), (65, 64, 0.0), (0, 16, 1.0), (3, 576, 0.0, 1e-4), (2, 100, 1.0, 1e4))),
-    bench=(_rms_case(1, 256, 1.0), _rms_case(512, 256, 1.0), _rms_case(4096, 2048, 1.0)),
+    parity="T=1 H=256 offset=1; T=65 H=64; T=0 H=16 offset=1; T=3 H=576 x=1e-4; T=2 H=100 offset=1 x=10000",
+    bench="T=1 H=256 offset=1; T=512 H=256 offset=1; T=4096 H=2048 offset=1",
+    work=lambda s: (8 * s.T * s.H, 0),
 )
 
 ADD_RMS_NORM = Operator(
@@ -128,8 +78,9 @@ ADD_RMS_NORM = Operator(
     add_rms_norm_ref,
     add_rms_norm,
     cuda="spark_add_rms_norm",
-    parity=tuple(_add_rms_case(*s) for s in ((1, 256, 1.0), (64, 96, 0.0), (0, 16, 1.0))),
-    bench=(_add_rms_case(1, 256, 1.0), _add_rms_case(512, 256, 1.0), _add_rms_case(4096, 2048, 1.0)),
+    parity="T=1 H=256 offset=1; T=64 H=96; T=0 H=16 offset=1",
+    bench="T=1 H=256 offset=1; T=512 H=256 offset=1; T=4096 H=2048 offset=1",
+    work=lambda s: (16 * s.T * s.H, 0),
 )
 
 ADD = Operator(
@@ -138,11 +89,12 @@ ADD = Operator(
 
     residual A [T, H] in/out ← delta A [T, H]
     """,
-    add_ref,
-    add,
+    lambda residual, delta: residual + delta,
+    lambda residual, delta: np.add(residual, delta, residual),
     cuda="spark_add",
-    parity=tuple(_add_case(*s) for s in ((1, 256), (63, 33), (0, 8))),
-    bench=(_add_case(512, 256),),
+    parity="T=1 H=256; T=63 H=33; T=0 H=8",
+    bench="T=512 H=256",
+    work=lambda s: (12 * s.T * s.H, 0),
 )
 
 GATED_RMS_NORM = Operator(
@@ -155,8 +107,10 @@ GATED_RMS_NORM = Operator(
     gated_rms_norm_ref,
     gated_rms_norm,
     cuda="spark_gated_rms_norm",
-    parity=tuple(_gated_case(*s) for s in ((1, 4, 128, 1024), (63, 3, 32, 5), (0, 2, 8, 0), (4, 2, 16, 0, 200.0))),
-    bench=(_gated_case(1, 4, 128, 1024), _gated_case(512, 4, 128, 1024), _gated_case(1024, 32, 128, 8192)),
+    parity="T=1 HV=4 DV=128 z_col=1024 N=1539; T=63 HV=3 DV=32 z_col=5 N=104; T=0 HV=2 DV=8 N=19; T=4 HV=2 DV=16 N=35 proj=200",
+    bench="""T=1 HV=4 DV=128 z_col=1024 N=1539; T=512 HV=4 DV=128 z_col=1024 N=1539;
+    T=1024 HV=32 DV=128 z_col=8192 N=12291""",
+    work=lambda s: (12 * s.T * s.HV * s.DV, 0),
 )
 
 OPERATORS = (RMS_NORM, ADD_RMS_NORM, ADD, GATED_RMS_NORM)

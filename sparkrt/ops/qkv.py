@@ -6,31 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.norm import EPS, rms_norm_ref, rms_scale
-from sparkrt.ops.operator import Case, Operator, Rng
+from sparkrt.ops.norm import rms_norm_ref, rms_scale
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
 from sparkrt.ops.rope import inverse_frequencies, rope_inplace, rope_ref, rope_table
 
 
-def split_qkv(
-    proj: np.ndarray, heads: int, kv_heads: int, head_dim: int, gated: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split_qkv(proj: Array, heads: int, kv_heads: int, head_dim: int, gated: int) -> tuple[Array, Array, Array]:
     """Views q [T, heads, D], k and v [T, kv_heads, D] of the columns q | k | v; gated: per head D of q, then D of gate."""
     tokens, width = len(proj), 2 * head_dim if gated else head_dim
     q_end, kv = heads * width, kv_heads * head_dim
-    q = proj[:, :q_end].reshape(tokens, heads, width)
-    k = proj[:, q_end : q_end + kv].reshape(tokens, kv_heads, head_dim)
-    v = proj[:, q_end + kv : q_end + 2 * kv].reshape(tokens, kv_heads, head_dim)
-    return q[..., :head_dim], k, v
+    k, v = (proj[:, a : a + kv].reshape(tokens, kv_heads, head_dim) for a in (q_end, q_end + kv))
+    return proj[:, :q_end].reshape(tokens, heads, width)[..., :head_dim], k, v
 
 
-def qk_norm(x: np.ndarray, w: np.ndarray | None, eps: float, offset: float) -> np.ndarray:
+def qk_norm(x: Array, w: Array | None, eps: float, offset: float) -> Array:
     """RMS norm of every head of x [T, heads, D], or x where the model has none."""
     return x if w is None else rms_norm_ref(x, w, eps, offset)
 
 
-def kv_append(
-    k_pool: np.ndarray, v_pool: np.ndarray, k: np.ndarray, v: np.ndarray, slot_map: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def kv_append(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_map: Array) -> tuple[Array, Array]:
     """Pools [P, Hkv, page, D] with row t of k, v [T, Hkv, D] at slot_map[t] = page · page_size + offset; -1 skips."""
     pools, page_size = (k_pool.copy(), v_pool.copy()), k_pool.shape[2]
     for row, slot in enumerate(slot_map):
@@ -41,36 +35,35 @@ def kv_append(
 
 
 def qk_norm_rope_append_ref(
-    k_pool: np.ndarray,
-    v_pool: np.ndarray,
-    proj: np.ndarray,
-    positions: np.ndarray,
-    slot_map: np.ndarray,
-    cos_sin: np.ndarray,
-    q_w: np.ndarray | None,
-    k_w: np.ndarray | None,
+    k_pool: Array,
+    v_pool: Array,
+    proj: Array,
+    positions: Array,
+    slot_map: Array,
+    cos_sin: Array,
+    q_w: Array | None,
+    k_w: Array | None,
     gated: int,
     eps: float,
     offset: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Array, Array, Array]:
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     heads = (proj.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
     raw_q, raw_k, v = split_qkv(proj, heads, kv_heads, dim, gated)
-    q = rope_ref(qk_norm(raw_q, q_w, eps, offset), positions, cos_sin)
-    k = rope_ref(qk_norm(raw_k, k_w, eps, offset), positions, cos_sin)
+    q, k = (rope_ref(qk_norm(x, w, eps, offset), positions, cos_sin) for x, w in ((raw_q, q_w), (raw_k, k_w)))
     return q, *kv_append(k_pool, v_pool, k, v, slot_map)
 
 
 def qk_norm_rope_append(
-    q: np.ndarray,
-    k_pool: np.ndarray,
-    v_pool: np.ndarray,
-    proj: np.ndarray,
-    positions: np.ndarray,
-    slot_map: np.ndarray,
-    cos_sin: np.ndarray,
-    q_w: np.ndarray | None,
-    k_w: np.ndarray | None,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    proj: Array,
+    positions: Array,
+    slot_map: Array,
+    cos_sin: Array,
+    q_w: Array | None,
+    k_w: Array | None,
     gated: int,
     eps: float,
     offset: float,
@@ -95,38 +88,19 @@ def qk_norm_rope_append(
     v_pool[page, :, at] = v
 
 
-def _case(
-    tokens: int,
-    heads: tuple[int, int],
-    dim: int,
-    rotary: int,
-    page: int = 64,
-    gated: int = 0,
-    norm: bool = True,
-    offset: float = 0.0,
-    skipped: bool = False,
-) -> Case:
-    """Rows land in distinct random cache slots; the first row may be at position 0, the last at the table's end."""
-    q_heads, kv_heads = heads
-
-    def make(rng: Rng) -> list[Any]:
-        pages, max_position = tokens // page + 3, 4096
-        width = (q_heads * (1 + gated) + 2 * kv_heads) * dim
-        proj = rng.standard_normal((tokens, width), dtype=np.float32)
-        pools = [rng.standard_normal((pages, kv_heads, page, dim), dtype=np.float32) for _ in range(2)]
-        positions = rng.integers(0, max_position, tokens, dtype=np.int32)
-        positions[:1], positions[-1:] = 0, max_position - 1
-        slot_map = rng.permutation(pages * page)[:tokens].astype(np.int32)
-        if skipped:
-            slot_map[::2] = -1
-        weights = [rng.standard_normal(dim, dtype=np.float32) if norm else None for _ in range(2)]
-        cos_sin = rope_table(inverse_frequencies(1e6, rotary), 1.0, max_position)
-        q = np.empty((tokens, q_heads, dim), np.float32)
-        return [q, *pools, proj, positions, slot_map, cos_sin, *weights, gated, EPS, offset]
-
-    label = f"T={tokens} Hq={q_heads} Hkv={kv_heads} D={dim} R={rotary} page={page} gated={gated} norm={int(norm)}"
-    traffic = 4 * tokens * dim * (2 * q_heads + 4 * kv_heads)
-    return Case(label + (" skipped=1" if skipped else ""), make, outputs=(0, 1, 2), bytes=traffic)
+def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    """Rows land in distinct random cache slots; the first row is at position 0, the last at the table's end."""
+    pages, last = s.T // s.page + 3, 4095
+    positions = rng.integers(0, last, s.T, np.int32)
+    positions[:1], positions[-1:] = 0, last
+    slot_map = rng.permutation(pages * s.page)[: s.T].astype(np.int32)
+    if s.skipped:
+        slot_map[::2] = -1
+    table = rope_table(inverse_frequencies(1e6, s.R), 1.0, last + 1)
+    pools = normal(rng, (2, pages, s.Hkv, s.page, s.D))
+    proj = normal(rng, (s.T, (s.Hq * (1 + s.gated) + 2 * s.Hkv) * s.D))
+    given = {"k_pool": pools[0], "v_pool": pools[1], "proj": proj, "positions": positions, "slot_map": slot_map}
+    return given | {"cos_sin": table}
 
 
 QK_NORM_ROPE_APPEND = Operator(
@@ -134,28 +108,21 @@ QK_NORM_ROPE_APPEND = Operator(
     """Head norms and RoPE of q and k, and the write of k and v into the paged cache.
 
     q A [T, Hq, D], k_pool and v_pool A [P, Hkv, page, D] in/out ← proj A [T, N], positions i32 [T], slot_map i32 [T],
-    cos_sin f32 [max position, R], q_w and k_w f32 [D] (or both none), gated, eps, offset
+    cos_sin f32 [max position, R], q_w and k_w f32 [D] or none (both), gated, eps, offset
     proj columns: q (gated: per head D of q, then D of gate) | k | v; slot_map = page · page_size + offset, -1 writes nothing
     q, k = rope(rms_norm(·)) on the first R channels, pair i being channels i and i + R/2
     """,
     qk_norm_rope_append_ref,
     qk_norm_rope_append,
     cuda="spark_qk_norm_rope_append",
-    parity=(
-        _case(1, (4, 2), 64, 32, gated=1, offset=1.0),
-        _case(65, (4, 2), 64, 32, page=16, gated=1, offset=1.0, skipped=True),
-        _case(63, (9, 3), 64, 64, page=32, norm=False),
-        _case(5, (2, 1), 256, 64, gated=1, offset=1.0),
-        _case(64, (3, 3), 128, 128),
-        _case(2, (16, 1), 64, 64, page=16, skipped=True),
-        _case(0, (4, 2), 64, 32),
-    ),
-    bench=(
-        _case(1, (4, 2), 64, 32, gated=1, offset=1.0),
-        _case(16, (4, 2), 64, 32, gated=1, offset=1.0),
-        _case(512, (4, 2), 64, 32, gated=1, offset=1.0),
-        _case(512, (16, 2), 256, 64, gated=1, offset=1.0),
-    ),
+    parity="""T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=0 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w;
+    T=65 Hq=4 Hkv=2 D=64 R=32 page=16 q_w k_w gated offset=1 skipped; T=63 Hq=9 Hkv=3 D=64 R=64 page=32;
+    T=5 Hq=2 Hkv=1 D=256 R=64 page=64 q_w k_w gated offset=1; T=64 Hq=3 Hkv=3 D=128 R=128 page=64 q_w k_w;
+    T=2 Hq=16 Hkv=1 D=64 R=64 page=16 q_w k_w skipped""",
+    bench="""T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=16 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1;
+    T=512 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=512 Hq=16 Hkv=2 D=256 R=64 page=64 q_w k_w gated offset=1""",
+    inputs=_inputs,
+    work=lambda s: (4 * s.T * s.D * (2 * s.Hq + 4 * s.Hkv), 0),
 )
 
 OPERATORS = (QK_NORM_ROPE_APPEND,)

@@ -5,15 +5,5 @@ from __future__ import annotations
 from sparkrt.ops import activation, attention, conv, embedding, gdn, linear, moe, norm, qkv, sampling
 from sparkrt.ops.operator import Operator
 
-OPERATORS: tuple[Operator, ...] = (
-    *embedding.OPERATORS,
-    *norm.OPERATORS,
-    *linear.OPERATORS,
-    *qkv.OPERATORS,
-    *attention.OPERATORS,
-    *conv.OPERATORS,
-    *gdn.OPERATORS,
-    *activation.OPERATORS,
-    *moe.OPERATORS,
-    *sampling.OPERATORS,
-)
+_MODULES = (embedding, norm, linear, qkv, attention, conv, gdn, activation, moe, sampling)
+OPERATORS: tuple[Operator, ...] = tuple(op for module in _MODULES for op in module.OPERATORS)

@@ -12,6 +12,7 @@ from math import log, pi
 import numpy as np
 
 from sparkrt.errors import LoadError
+from sparkrt.ops.operator import Array
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -28,7 +29,7 @@ def inverse_frequencies(
     beta_slow: float = 1.0,
     truncate: bool = True,
     freq_divisors: Sequence[float] = (),
-) -> np.ndarray:
+) -> Array:
     """Radians per position of each rotated pair, float64 [rotary_dim / 2].
 
     `factor` is how many times longer the context gets, `original_max_position` what it was (llama3, yarn). `freq_divisors`
@@ -89,7 +90,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rope_table(frequencies: np.ndarray, scale: float, max_position: int) -> np.ndarray:
+def rope_table(frequencies: Array, scale: float, max_position: int) -> Array:
     """float32 [max_position, 2 · pairs]: cosines of all pairs, then sines, times `scale` (the attention factor)."""
     angle = np.arange(max_position, dtype=np.float64)[:, None] * frequencies
     table = np.empty((max_position, 2 * len(frequencies)), np.float32)
@@ -98,7 +99,7 @@ def rope_table(frequencies: np.ndarray, scale: float, max_position: int) -> np.n
     return table
 
 
-def rope_ref(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
+def rope_ref(x: Array, positions: Array, cos_sin: Array) -> Array:
     """Rotate the first R channels of every head of x [T, heads, D]: pair i is channels i and i + R/2."""
     half = cos_sin.shape[1] // 2
     cos, sin = np.split(cos_sin[positions][:, None, :], 2, axis=-1)
@@ -106,7 +107,7 @@ def rope_ref(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def rope_inplace(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray) -> None:
+def rope_inplace(x: Array, positions: Array, cos_sin: Array) -> None:
     """`rope_ref` on x itself."""
     half = cos_sin.shape[1] // 2
     table = cos_sin.take(positions, 0, None, "clip")[:, None, None, :]

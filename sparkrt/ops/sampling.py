@@ -1,89 +1,76 @@
 """Sampling operators: SAMPLE (everything a request may ask for), GREEDY (its fast path), MARK_PROMPT and LOGPROBS.
 
-What SAMPLE computes and in which order is spelled out in `sampling_reference`; the parameters' columns are in
-`sampling_layout`. Rows are chosen one by one and a draw uses its own seed and step only: neighbours change nothing.
+What they compute is spelled out in `sampling_rules`, as are the parameters' columns. Rows are chosen one by one and a draw uses
+its own seed and step only: neighbours change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.logprobs import kth_largest, largest, logprobs, logprobs_reference, settled
-from sparkrt.ops.operator import Case, Operator, Rng
-from sparkrt.ops.philox import uniform
-from sparkrt.ops.sampling_layout import (
-    F_FREQUENCY,
-    F_MIN_P,
-    F_PRESENCE,
-    F_REPETITION,
-    F_TEMPERATURE,
-    F_TOP_P,
-    I_ALLOWED_ROW,
-    I_MIN_TOKENS,
-    I_SEED_HI,
-    I_SEED_LO,
-    I_STEP,
-    I_TOP_K,
-    PARAMS_F,
-    PARAMS_I,
-    PROMPT_BIT,
-)
-from sparkrt.ops.sampling_reference import greedy_reference, mark_prompt_reference, sample_reference
+from sparkrt.ops import sampling_rules as rules
+from sparkrt.ops.operator import Array, Operator, Rng, Sizes
+from sparkrt.ops.sampling_rules import PROMPT_BIT
 
-__all__ = [
-    "F_FREQUENCY",
-    "F_MIN_P",
-    "F_PRESENCE",
-    "F_REPETITION",
-    "F_TEMPERATURE",
-    "F_TOP_P",
-    "GREEDY",
-    "I_ALLOWED_ROW",
-    "I_MIN_TOKENS",
-    "I_SEED_HI",
-    "I_SEED_LO",
-    "I_STEP",
-    "I_TOP_K",
-    "LOGPROBS",
-    "MARK_PROMPT",
-    "OPERATORS",
-    "PARAMS_F",
-    "PARAMS_I",
-    "PROMPT_BIT",
-    "SAMPLE",
-]
+
+def settled(row: Array) -> tuple[Array, float]:
+    """A row of logits that softmax can take, and its maximum: NaN counts as -inf, and beside +inf nothing else has a chance.
+
+    The row itself comes back where it is fine, as it nearly always is.
+    """
+    top = float(row[row.argmax()])  # argmax stops at a NaN
+    if top != top:
+        row = np.where(np.isnan(row), -np.inf, row)
+        top = float(row.max())
+    if top == np.inf:
+        row, top = np.where(row == np.inf, 0.0, -np.inf), 0.0
+    return row, top
+
+
+def largest(row: Array, n: int, threshold: float) -> Array:
+    """Indices, ascending, of the n largest elements, the lowest indices among equals; `threshold` is the n-th largest value."""
+    found = np.flatnonzero(row >= threshold)
+    if len(found) > n:
+        above = row[found] > threshold
+        spare = n - np.count_nonzero(above)
+        found = found[above | (np.cumsum(~above) <= spare)]
+    return found
+
+
+def kth_largest(row: Array, n: int) -> float:
+    return float(np.partition(row, len(row) - n)[len(row) - n])
 
 
 def sample(
-    tokens: np.ndarray,
-    feed: np.ndarray,
-    counts: np.ndarray,
-    logits: np.ndarray,
-    slots: np.ndarray,
-    params_f: np.ndarray,
-    params_i: np.ndarray,
-    bias_indptr: np.ndarray,
-    bias_ids: np.ndarray,
-    bias_values: np.ndarray,
-    stop_indptr: np.ndarray,
-    stop_ids: np.ndarray,
-    allowed_bits: np.ndarray | None,
+    tokens: Array,
+    feed: Array,
+    counts: Array,
+    logits: Array,
+    slots: Array,
+    params_f: Array,
+    params_i: Array,
+    bias_indptr: Array,
+    bias_ids: Array,
+    bias_values: Array,
+    stop_indptr: Array,
+    stop_ids: Array,
+    allowed_bits: Array | None,
     valid_vocab: int,
 ) -> None:
     """tokens int32 [R], feed int32 [slots] and counts int32 [slots, V] in/out, logits float32 [R, V], slots int32 [R],
-    params_f float32 [R, PARAMS_F], params_i int32 [R, PARAMS_I], bias and stop lists by row (indptr [R+1]; the bias ids of a
+    params_f float32 [R, 8], params_i int32 [R, 8], bias and stop lists by row (indptr [R+1]; the bias ids of a
     row are distinct; ids from valid_vocab on do nothing), allowed_bits uint32 [A, ceil(V/32)], lowest bit first, or None.
     """
-    columns = zip(slots.tolist(), params_f.tolist(), params_i.tolist(), strict=True)
-    for r, (slot, f, i) in enumerate(columns):
+    for r, (slot, f, i) in enumerate(zip(slots.tolist(), params_f.tolist(), params_i.tolist(), strict=True)):
+        repetition, presence, frequency = f[3:6]
+        step, min_tokens, allowed_row = i[3:6]
         raw = row = logits[r, :valid_vocab]
         bias = slice(bias_indptr[r], bias_indptr[r + 1])
-        banned = stop_ids[stop_indptr[r] : stop_indptr[r + 1]] if i[I_STEP] < i[I_MIN_TOKENS] else stop_ids[:0]
-        penalized = f[F_REPETITION] != 1 or f[F_PRESENCE] != 0 or f[F_FREQUENCY] != 0
-        allowed = allowed_bits[i[I_ALLOWED_ROW]] if allowed_bits is not None and i[I_ALLOWED_ROW] >= 0 else None
+        banned = stop_ids[stop_indptr[r] : stop_indptr[r + 1]] if step < min_tokens else stop_ids[:0]
+        penalized = repetition != 1 or presence != 0 or frequency != 0
+        allowed = allowed_bits[allowed_row] if allowed_bits is not None and allowed_row >= 0 else None
         if allowed is not None or len(banned) or bias.stop > bias.start or penalized:
             row = raw.copy()
             if allowed is not None:
@@ -93,23 +80,18 @@ def sample(
             real = bias_ids[bias] < valid_vocab
             row[bias_ids[bias][real]] += bias_values[bias][real]
             if penalized:
-                _penalize(row, counts[slot, :valid_vocab], f[F_REPETITION], f[F_PRESENCE], f[F_FREQUENCY])
+                seen = np.flatnonzero(counts[slot, :valid_vocab])
+                z, generated = row[seen], counts[slot, seen] & (PROMPT_BIT - 1)
+                z = np.where(z > 0, z / repetition, z * repetition)
+                row[seen] = z - (frequency * generated + presence * (generated > 0))
         tokens[r] = _choose(row, raw, f, i)
     feed[slots] = tokens
     counts[slots, tokens] += 1
 
 
-def _penalize(row: np.ndarray, counts: np.ndarray, repetition: float, presence: float, frequency: float) -> None:
-    seen = np.flatnonzero(counts)
-    z = row[seen]
-    z = np.where(z > 0, z / repetition, z * repetition)
-    generated = counts[seen] & (PROMPT_BIT - 1)
-    row[seen] = z - (frequency * generated + presence * (generated > 0))
-
-
-def _choose(row: np.ndarray, raw: np.ndarray, f: list[float], i: list[int]) -> int:
+def _choose(row: Array, raw: Array, f: list[float], i: list[int]) -> int:
     """The token of one row of edited logits; `raw` decides where they leave nothing. f and i are the row's parameters."""
-    temperature, top_k, top_p, min_p = f[F_TEMPERATURE], i[I_TOP_K], f[F_TOP_P], f[F_MIN_P]
+    (temperature, top_p, min_p), (top_k, seed_lo, seed_hi, step) = f[:3], i[:4]
     row, top = settled(row)
     if top == -np.inf:
         return int(settled(raw)[0].argmax())
@@ -132,20 +114,20 @@ def _choose(row: np.ndarray, raw: np.ndarray, f: list[float], i: list[int]) -> i
         kept = some[_nucleus(weights[some], top_p * total)]
         weights, ids = weights[kept], kept if ids is None else ids[kept]
     cumulative = np.cumsum(weights)
-    target = uniform(i[I_SEED_LO], i[I_SEED_HI], i[I_STEP]) * cumulative[-1]
+    target = rules.uniform(seed_lo, seed_hi, step) * cumulative[-1]
     at = int(cumulative.searchsorted(target, side="right"))
     at = min(at, int(cumulative.searchsorted(cumulative[-1])))  # rounding must not lead past the last that has a chance
     return at if ids is None else int(ids[at])
 
 
-def _nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
+def _nucleus(weights: Array, mass: float) -> Array:
     """The fewest largest weights that reach `mass`, lowest index first among equals; indices ascending."""
     falling = np.sort(weights)[::-1]
     n = int(np.cumsum(falling).searchsorted(mass)) + 1
     return largest(weights, n, float(falling[n - 1])) if n < len(weights) else np.arange(len(weights))
 
 
-def greedy(tokens: np.ndarray, feed: np.ndarray, logits: np.ndarray, slots: np.ndarray, valid_vocab: int) -> None:
+def greedy(tokens: Array, feed: Array, logits: Array, slots: Array, valid_vocab: int) -> None:
     """tokens int32 [R], feed int32 [slots] in/out, logits float32 [R, V], slots int32 [R]. The lowest index among equals."""
     rows = logits[:, :valid_vocab]
     tokens[:] = rows.argmax(1)
@@ -155,7 +137,7 @@ def greedy(tokens: np.ndarray, feed: np.ndarray, logits: np.ndarray, slots: np.n
     feed[slots] = tokens
 
 
-def mark_prompt(counts: np.ndarray, slots: np.ndarray, ids: np.ndarray, cu: np.ndarray, starts: np.ndarray) -> None:
+def mark_prompt(counts: Array, slots: Array, ids: Array, cu: Array, starts: Array) -> None:
     """counts int32 [slots, V] in/out, slots/starts int32 [S], ids int32 [T], cu int32 [S+1]: prompt tokens of each slice.
 
     A slice at position 0 begins a new sequence: its slot's row is cleared first.
@@ -168,174 +150,128 @@ def mark_prompt(counts: np.ndarray, slots: np.ndarray, ids: np.ndarray, cu: np.n
         row[ids[lo:hi]] |= PROMPT_BIT
 
 
-def _logits(rng: Rng, rows: int, vocab: int) -> np.ndarray:
+def logprobs(
+    chosen: Array, rank: Array, top_ids: Array, top_logprobs: Array, logits: Array, tokens: Array, valid_vocab: int
+) -> None:
+    """chosen float32 [R], rank int32 [R] (1: most likely), top_ids int32 [R, K], top_logprobs float32 [R, K] in that order,
+    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on are never named (-inf as a token), but their weight
+    counts in the sum, as in the reference implementation's softmax; K ≤ valid_vocab.
+
+    Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1]. The sum runs in float64.
+    """
+    k = top_ids.shape[1]
+    for r, token in enumerate(tokens.tolist()):
+        whole, top = settled(logits[r])
+        row = whole[:valid_vocab]
+        value = row[token] if token < valid_vocab else -np.inf
+        normalizer = 0.0  # where nothing is possible: all alike
+        if top > -np.inf:
+            normalizer = top + float(np.log(np.add.reduce(np.exp(whole - np.float32(top)), dtype=np.float64)))
+        chosen[r] = float(value) - normalizer
+        rank[r] = 1 + np.count_nonzero(row > value) + np.count_nonzero(row[:token] == value)
+        if k:
+            best = largest(row, k, kth_largest(row, k))
+            best = best[np.argsort(-row[best], kind="stable")]
+            top_ids[r] = best
+            top_logprobs[r] = row[best].astype(np.float64) - normalizer
+
+
+def _logits(rng: Rng, s: Sizes) -> Array:
     """Multiples of 1/64, and edits below in powers of two: float32 and float64 then agree exactly, ties included."""
-    return np.round(rng.standard_normal((rows, vocab), np.float32) * np.float32(160)) / np.float32(64)
+    return np.round(rng.standard_normal((s.R, s.V), np.float32) * np.float32(160)) / np.float32(64)
 
 
-def _sample_case(
-    label: str, rows: int, vocab: int = 200, valid: int = 190, change: Callable[[Rng, list[Any]], None] | None = None
-) -> Case:
-    """Rows at temperature 0.9 with random seeds; `change` edits the argument list."""
-
-    def make(rng: Rng) -> list[Any]:
-        params_f = np.zeros((rows, PARAMS_F), np.float32)
-        params_f[:, [F_TEMPERATURE, F_TOP_P, F_REPETITION]] = 0.9, 1, 1
-        params_i = np.zeros((rows, PARAMS_I), np.int32)
-        params_i[:, I_SEED_LO : I_SEED_HI + 1] = rng.integers(-(1 << 31), 1 << 31, (rows, 2))
-        params_i[:, I_STEP] = rng.integers(0, 1000, rows)
-        params_i[:, I_ALLOWED_ROW] = -1
-        counts = rng.integers(0, 4, (rows + 1, vocab)).astype(np.int32) * (rng.random((rows + 1, vocab)) < 0.3)
-        counts |= PROMPT_BIT * (rng.random((rows + 1, vocab)) < 0.2)
-        none = [np.zeros(rows + 1, np.int32), np.zeros(1, np.int32)]
-        args: list[Any] = [
-            np.empty(rows, np.int32),
-            np.zeros(rows + 1, np.int32),
-            counts.astype(np.int32),
-            _logits(rng, rows, vocab),
-        ]
-        args += [rng.permutation(rows + 1)[:rows].astype(np.int32), params_f, params_i]
-        args += [none[0], none[1], np.zeros(1, np.float32), none[0].copy(), none[1].copy(), None, valid]
-        if change:
-            change(rng, args)
-        return args
-
-    return Case(label, make, (0, 1, 2), bytes=4 * rows * vocab, flops=4 * rows * vocab)
+def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    """Rows at temperature 0.9 with random seeds, with the filters and edits that the case names."""
+    f, i = np.zeros((s.R, rules.PARAMS_F), np.float32), np.zeros((s.R, rules.PARAMS_I), np.int32)
+    f[:, :4] = 0.9, s.top_p or 1, s.min_p, 1
+    i[:, rules.I_TOP_K], i[:, rules.I_STEP], i[:, rules.I_ALLOWED_ROW] = s.top_k, rng.integers(0, 1000, s.R), -1
+    i[:, rules.I_SEED_LO : rules.I_SEED_HI + 1] = rng.integers(-(1 << 31), 1 << 31, (s.R, 2))
+    seen = rng.random((2, s.slots, s.V), np.float32) < 0.2
+    counts = rng.integers(0, 4, (s.slots, s.V), np.int32) * seen[0] | PROMPT_BIT * seen[1]
+    given = {"logits": _logits(rng, s), "counts": counts.astype(np.int32), "params_f": f, "params_i": i}
+    if s.penalties:
+        f[:, rules.F_REPETITION] = rng.choice([0.5, 1, 2], s.R)
+        f[:, rules.F_PRESENCE : rules.F_FREQUENCY + 1] = rng.integers(-4, 8, (s.R, 2)) / 4
+        f[::2, rules.F_TEMPERATURE] = 0
+    if s.restrictions:  # biases and stop ids, which may still be banned; every second row may use half of the ids, the first none
+        for name in ("bias", "stop"):
+            given[f"{name}_indptr"] = np.arange(0, 5 * s.R + 1, 5, dtype=np.int32)
+            given[f"{name}_ids"] = np.concatenate([rng.permutation(s.valid_vocab)[:5] for _ in range(s.R)]).astype(np.int32)
+        given["bias_values"] = rng.integers(-64, 64, 5 * s.R).astype(np.float32) / 8
+        i[:, rules.I_MIN_TOKENS] = i[:, rules.I_STEP] + rng.integers(0, 2, s.R)
+        i[::2, rules.I_ALLOWED_ROW] = np.arange(0, s.R, 2) // 2
+        given["allowed_bits"] = bits = rng.integers(0, 1 << 32, (s.R, -(-s.V // 32)), np.uint32)
+        bits[0] = 0
+    return given
 
 
-def _filters(top_k: int = 0, top_p: float = 1, min_p: float = 0) -> Callable[[Rng, list[Any]], None]:
-    def change(rng: Rng, args: list[Any]) -> None:
-        args[6][:, I_TOP_K] = top_k
-        args[5][:, [F_TOP_P, F_MIN_P]] = top_p, min_p
-
-    return change
-
-
-def _penalties(rng: Rng, args: list[Any]) -> None:
-    args[5][:, F_REPETITION] = rng.choice([0.5, 1, 2], len(args[0]))
-    args[5][:, [F_PRESENCE, F_FREQUENCY]] = rng.integers(-4, 8, (len(args[0]), 2)) / 4
-    args[5][::2, F_TEMPERATURE] = 0
-
-
-def _restrictions(rng: Rng, args: list[Any]) -> None:
-    """Every row has biases and stop ids, and may still ban those; every second row may use half of the ids, the first none."""
-    rows, vocab, valid = len(args[0]), args[3].shape[1], args[13]
-    per_row = np.arange(0, 5 * rows + 1, 5, dtype=np.int32)
-    picks = [np.concatenate([rng.permutation(valid)[:5] for _ in range(rows)]).astype(np.int32) for _ in range(2)]
-    args[7:12] = [per_row, picks[0], rng.integers(-64, 64, 5 * rows).astype(np.float32) / 8, per_row, picks[1]]
-    args[6][:, I_MIN_TOKENS] = args[6][:, I_STEP] + rng.integers(0, 2, rows)
-    args[6][::2, I_ALLOWED_ROW] = np.arange(0, rows, 2) // 2
-    args[12] = rng.integers(0, 1 << 32, (rows, -(-vocab // 32)), dtype=np.uint32)
-    args[12][0] = 0
-
-
-def _greedy_case(label: str, rows: int, vocab: int, valid: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        logits = _logits(rng, rows, vocab)
-        slots = rng.permutation(rows + 1)[:rows].astype(np.int32)
-        feed = np.zeros(rows + 1, np.int32)
-        return [np.empty(rows, np.int32), feed, logits, slots, valid]
-
-    return Case(label, make, (0, 1), bytes=4 * rows * vocab, flops=rows * vocab)
-
-
-def _mark_case(label: str, lengths: tuple[int, ...], starts: tuple[int, ...], vocab: int = 64) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        n = len(lengths)
-        counts = rng.integers(0, 3, (n + 1, vocab)).astype(np.int32)
-        slots = rng.permutation(n + 1)[:n].astype(np.int32)
-        ids = rng.integers(0, vocab, sum(lengths)).astype(np.int32)
-        return [counts, slots, ids, np.cumsum((0, *lengths)).astype(np.int32), np.array(starts, np.int32)]
-
-    return Case(label, make, bytes=8 * sum(lengths))
-
-
-def _logprobs_case(label: str, rows: int, vocab: int, valid: int, k: int) -> Case:
-    def make(rng: Rng) -> list[Any]:
-        logits = _logits(rng, rows, vocab)
-        outputs = [
-            np.empty(rows, np.float32),
-            np.empty(rows, np.int32),
-            np.empty((rows, k), np.int32),
-            np.empty((rows, k), np.float32),
-        ]
-        return [*outputs, logits, rng.integers(0, valid, rows).astype(np.int32), valid]
-
-    return Case(label, make, (0, 1, 2, 3), bytes=4 * rows * vocab, flops=4 * rows * vocab)
+def _mark_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
+    return {"counts": rng.integers(0, 3, (s.slots, s.V), np.int32), "ids": rng.integers(0, s.V, s.T, np.int32)}
 
 
 SAMPLE = Operator(
-    name="sample",
-    doc="""The next token of each row under its own parameters; see sampling_reference for the order of things.
+    "sample",
+    """The next token of each row under its own parameters; see sampling_rules for the order of things.
 
     tokens i32 [R]; feed i32 [slots], counts i32 [slots, V] in/out ← logits f32 [R, V], slots i32 [R], params_f f32 [R, 8],
     params_i i32 [R, 8], bias_indptr i32 [R+1], bias_ids i32, bias_values f32, stop_indptr i32 [R+1], stop_ids i32,
     allowed_bits u32 [A, ceil(V/32)] or none, valid_vocab
     """,
-    reference=sample_reference,
-    host=sample,
+    rules.sample_reference,
+    sample,
     cuda="spark_sample",
     tolerance=None,
-    parity=(
-        _sample_case("one row", 1),
-        _sample_case("temperature", 40),
-        _sample_case("top-k", 40, change=_filters(top_k=7)),
-        _sample_case("top-p", 40, change=_filters(top_p=0.8)),
-        _sample_case("all filters", 40, change=_filters(top_k=20, top_p=0.9, min_p=0.02)),
-        _sample_case("penalties", 40, change=_penalties),
-        _sample_case("restrictions", 40, change=_restrictions),
-    ),
-    bench=(
-        _sample_case("tiny r1", 1, 6144, 6144),
-        _sample_case("tiny r16", 16, 6144, 6144),
-        _sample_case("tiny r16 top-k 20 top-p 0.8", 16, 6144, 6144, change=_filters(top_k=20, top_p=0.8)),
-        _sample_case("35b r16 top-p 0.95", 16, 248320, 248077, change=_filters(top_p=0.95)),
-    ),
+    parity="""R=1 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190 top_k=7;
+    R=40 V=200 valid_vocab=190 top_p=0.8; R=40 V=200 valid_vocab=190 top_k=20 top_p=0.9 min_p=0.02;
+    R=40 V=200 valid_vocab=190 penalties; R=40 V=200 valid_vocab=190 restrictions""",
+    bench="""R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144 top_k=20 top_p=0.8;
+    R=16 V=248320 valid_vocab=248077 top_p=0.95""",
+    inputs=_inputs,
+    work=lambda s: (4 * s.R * s.V, 4 * s.R * s.V),
 )
 GREEDY = Operator(
-    name="greedy",
-    doc="""The best logit of each row, the lowest index among equals.
+    "greedy",
+    """The best logit of each row, the lowest index among equals.
 
     tokens i32 [R]; feed i32 [slots] in/out ← logits f32 [R, V], slots i32 [R], valid_vocab
     """,
-    reference=greedy_reference,
-    host=greedy,
+    rules.greedy_reference,
+    greedy,
     cuda="spark_greedy",
     tolerance=None,
-    parity=(_greedy_case("one row", 1, 64, 64), _greedy_case("padded vocabulary, ties", 33, 200, 190)),
-    bench=(
-        _greedy_case("tiny r1", 1, 6144, 6144),
-        _greedy_case("tiny r16", 16, 6144, 6144),
-        _greedy_case("35b r16", 16, 248320, 248077),
-    ),
+    parity="R=1 V=64 valid_vocab=64; R=33 V=200 valid_vocab=190",
+    bench="R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=248320 valid_vocab=248077",
+    inputs=lambda rng, s: {"logits": _logits(rng, s)},
+    work=lambda s: (4 * s.R * s.V, s.R * s.V),
 )
 MARK_PROMPT = Operator(
-    name="mark_prompt",
-    doc="""Notes which tokens a prompt has, for the repetition penalty.
+    "mark_prompt",
+    """Notes which tokens a prompt has, for the repetition penalty.
 
     counts i32 [slots, V] in/out ← slots i32 [S], ids i32 [T], cu i32 [S+1], starts i32 [S]
     """,
-    reference=mark_prompt_reference,
-    host=mark_prompt,
+    rules.mark_prompt_reference,
+    mark_prompt,
     cuda="spark_mark_prompt",
     tolerance=None,
-    parity=(_mark_case("new, continued, empty", (9, 70, 0), (0, 64, 0)),),
-    bench=(_mark_case("t512", (512,), (0,), 6144),),
+    parity="T=9+70+0 starts=0+64+0 V=64",
+    bench="T=512 V=6144",
+    inputs=_mark_inputs,
+    work=lambda s: (8 * s.T, 0),
 )
 LOGPROBS = Operator(
-    name="logprobs",
-    doc="""Log-softmax of the raw logits at chosen tokens, their rank, and the k best.
+    "logprobs",
+    """Log-softmax of the raw logits at chosen tokens, their rank, and the k best.
 
     chosen f32 [R], rank i32 [R], top_ids i32 [R, K], top_logprobs f32 [R, K] ← logits f32 [R, V], tokens i32 [R], valid_vocab
     """,
-    reference=logprobs_reference,
-    host=logprobs,
+    rules.logprobs_reference,
+    logprobs,
     cuda="spark_logprobs",
-    parity=(
-        _logprobs_case("one row", 1, 64, 64, 5),
-        _logprobs_case("padded vocabulary, ties", 33, 200, 190, 20),
-        _logprobs_case("no alternatives", 4, 64, 60, 0),
-    ),
-    bench=(_logprobs_case("tiny r16 k20", 16, 6144, 6144, 20),),
+    parity="R=1 V=64 valid_vocab=64 K=5; R=33 V=200 valid_vocab=190 K=20; R=4 V=64 valid_vocab=60 K=0",
+    bench="R=16 V=6144 valid_vocab=6144 K=20",
+    inputs=lambda rng, s: {"logits": _logits(rng, s), "tokens": rng.integers(0, s.valid_vocab, s.R, np.int32)},
+    work=lambda s: (4 * s.R * s.V, 4 * s.R * s.V),
 )
 OPERATORS = (SAMPLE, GREEDY, MARK_PROMPT, LOGPROBS)

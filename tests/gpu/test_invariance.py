@@ -36,7 +36,7 @@ CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.label.replace(' ', '_')}")
     for op in OPERATORS
     if op.cuda and op.name in ROWS
-    for case in op.parity
+    for case in op.cases(op.parity)
 ]
 
 

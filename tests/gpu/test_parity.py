@@ -41,8 +41,8 @@ def params(bench: bool) -> list[object]:
     for op in OPERATORS:
         if op.cuda is None:
             continue
-        small = [c for c in op.bench if c.flops <= LARGEST_BENCH[0] and c.bytes <= LARGEST_BENCH[1]]
-        for case in small if bench else op.parity:
+        small = [c for c in op.cases(op.bench) if c.flops <= LARGEST_BENCH[0] and c.bytes <= LARGEST_BENCH[1]]
+        for case in small if bench else op.cases(op.parity):
             for dtype, wide in variants(op)[:2] if bench else variants(op):
                 if not bench or dtype != dtypes.float32 or "A" not in op.argument_types():
                     label = f"{op.name}-{case.label.replace(' ', '_')}-{dtype.name}" + ("-f32out" if wide else "")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkrt.ops.attention import CAUSAL, FULL, MERGE_ATTENTION, PAGED_ATTENTION_DECODE, PAGED_ATTENTION_PREFILL
-from sparkrt.ops.attention_reference import attention_ref
+from sparkrt.ops.attention import MERGE_ATTENTION, PAGED_ATTENTION_DECODE, PAGED_ATTENTION_PREFILL, attention_ref
+from sparkrt.ops.attention_host import CAUSAL, FULL
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 2, 64), (16, 1, 64), (3, 3, 64), (8, 2, 128), (2, 1, 256)])

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkrt.ops.gdn import gdn_gates, gdn_step
+from sparkrt.ops.gdn import gdn_gates, gdn_recurrence, gdn_step, split_heads
 from sparkrt.ops.gdn_chunk import gdn_prefill, unit_lower_inverse
-from sparkrt.ops.gdn_reference import gdn_recurrence, split_heads
 
 HK, HV, DK, DV = 1, 2, 16, 24
 

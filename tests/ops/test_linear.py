@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkrt.ops.linear import linear, linear_invariant, pack_kn
+from sparkrt.ops.linear import LINEAR, linear, linear_invariant
 
 SHAPES = [
     (256, 1),
@@ -21,6 +21,12 @@ SHAPES = [
     (256, 6144),
     (2560, 300),
 ]  # K, N
+
+
+def pack_kn(w: np.ndarray) -> np.ndarray:
+    """[..., N, K] as the host takes it."""
+    packed: np.ndarray = LINEAR.host_args([None, None, w])[2]
+    return packed
 
 
 def run(op: object, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkrt.ops import sampling
-from sparkrt.ops.logprobs import logprobs
-from sparkrt.ops.philox import philox4x32, uniform
-from sparkrt.ops.sampling import greedy, mark_prompt, sample
+from sparkrt.ops import sampling_rules as sampling
+from sparkrt.ops.sampling import greedy, logprobs, mark_prompt, sample
+from sparkrt.ops.sampling_rules import philox4x32, uniform
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ HOST = {"A": np.float32, "f32": np.float32, "i32": np.int32, "u32": np.uint32}
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 def test_documented_types_are_the_cases_own(op: Operator) -> None:
     types = op.argument_types()
-    for case in op.parity:
+    for case in op.cases(op.parity):
         args = case.make(np.random.default_rng(0))
         assert len(args) == len(types)
         for i, (kind, arg) in enumerate(zip(types, args, strict=True)):
