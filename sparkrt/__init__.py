@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparkrt.engine.config import EngineConfig
-    from sparkrt.engine.decode_loop import BatchDecodeLoop, DecodeLoop
-    from sparkrt.engine.llm import LLM
+    from sparkrt.engine.llm import LLM, BatchDecodeLoop, DecodeLoop
     from sparkrt.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from sparkrt.engine.params import SamplingParams
     from sparkrt.errors import CapacityError, EngineFatal, LoadError, RequestError, SparkrtError
@@ -34,8 +33,7 @@ __all__ = [
 
 _HOMES = {
     "engine.config": ("EngineConfig",),
-    "engine.decode_loop": ("BatchDecodeLoop", "DecodeLoop"),
-    "engine.llm": ("LLM",),
+    "engine.llm": ("LLM", "BatchDecodeLoop", "DecodeLoop"),
     "engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
     "engine.params": ("SamplingParams",),
     "errors": ("CapacityError", "EngineFatal", "LoadError", "RequestError", "SparkrtError"),

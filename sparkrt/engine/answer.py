@@ -1,18 +1,15 @@
-"""`Answer`: one sequence's tokens on their way to text, in process."""
+"""`Answer`: one sequence's tokens on their way to text."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from sparkrt.engine.messages import EngineOutput
+from sparkrt.engine.messages import Logprob as TokenLogprob
 from sparkrt.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from sparkrt.engine.params import SamplingParams
 from sparkrt.text.assembler import TextAssembler
-
-if TYPE_CHECKING:
-    from sparkrt.engine.messages import EngineOutput
-    from sparkrt.engine.messages import Logprob as TokenLogprob
-    from sparkrt.engine.params import SamplingParams
-    from sparkrt.text.tokenizer import Tokenizer
+from sparkrt.text.tokenizer import Tokenizer
 
 
 class Answer:
@@ -21,23 +18,18 @@ class Answer:
     def __init__(
         self, result: RequestOutput, index: int, params: SamplingParams, eos_ids: Collection[int], tokenizer: Tokenizer
     ) -> None:
-        self.result = result
-        self.output = CompletionOutput(index)
+        self.result, self.output = result, CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         result.outputs.append(self.output)
-        self._params = params
         self._quiet = set(eos_ids) - set(params.stop_token_ids)  # stop ids that are no stop_reason
         self._tokenizer = tokenizer
-        self._assembler = None
-        if params.logprobs is not None:
-            self.output.logprobs = []
-        if params.detokenize:
-            self._assembler = TextAssembler(
-                tokenizer,
-                params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
+        self._assembler = TextAssembler(
+            tokenizer,
+            params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        self._has_text = params.detokenize
 
     @property
     def finished(self) -> bool:
@@ -55,22 +47,19 @@ class Answer:
         if output.logprobs is not None:
             output.logprobs += [self._by_token(row) for row in news.logprobs or ()]
         output.finish_reason = news.finish_reason
-        if news.stop_token is not None and news.stop_token not in self._quiet:
-            output.stop_reason = news.stop_token
-        if self._assembler is not None:
-            self._read(news, self._assembler)
+        output.stop_reason = None if news.stop_token in self._quiet else news.stop_token
+        if self._has_text:
+            self._read(news)
         if self.finished and output.logprobs is not None:
             output.cumulative_logprob = sum(row[t].logprob for t, row in zip(output.token_ids, output.logprobs, strict=True))
         if self.finished and all(o.finish_reason is not None for o in result.outputs):
-            result.finished = True
-            result.metrics.finished = seconds
+            result.finished, result.metrics.finished = True, seconds
 
-    def _read(self, news: EngineOutput, assembler: TextAssembler) -> None:
-        output = self.output
-        delta = assembler.feed(news.token_ids, stop_token=news.stop_token)
+    def _read(self, news: EngineOutput) -> None:
+        output, delta = self.output, self._assembler.feed(news.token_ids, stop_token=news.stop_token)
         output.text += delta.text
         if not delta.finished and news.finish_reason is not None:
-            delta = assembler.flush()
+            delta = self._assembler.flush()
             output.text += delta.text
         if delta.finished:  # a stop string, which may come before what the engine stopped at
             output.finish_reason, output.stop_reason = "stop", delta.stop_reason

@@ -5,8 +5,10 @@ Imports little: `--help` and `import sparkrt` must not load NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkrt.errors import LoadError
@@ -14,6 +16,7 @@ from sparkrt.errors import LoadError
 if TYPE_CHECKING:
     from sparkrt.engine.core import EngineCore
     from sparkrt.engine.messages import ModelInfo
+    from sparkrt.model.checkpoint import Checkpoint
     from sparkrt.text.template import ChatTemplate
     from sparkrt.text.tokenizer import Tokenizer
 
@@ -21,6 +24,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "host", "cuda")
 BLOCK_SIZES = (16, 32, 64)
+_CHOICES = {"device": DEVICES, "dtype": DTYPES, "load_format": LOAD_FORMATS, "block_size": BLOCK_SIZES}
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+# What scripts for other engines pass and we can ignore as long as it asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), (None, 1))
+_NEUTRAL |= {"quantization": (None,), "revision": (None,), "disable_log_stats": (None, True, False)}
+_NEUTRAL |= {"trust_remote_code": (None, False), "enable_prefix_caching": (None, False), "enable_chunked_prefill": (None, True)}
 
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`; total 0 when it is not known."""
@@ -54,16 +63,14 @@ class EngineConfig:
     debug: bool | None = None  # check integrity whenever the engine is idle; None: if SPARKRT_DEBUG is set
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("block_size", BLOCK_SIZES)):
+        for name, allowed in _CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 raise LoadError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-        if self.max_model_len is not None:
-            object.__setattr__(self, "max_model_len", _length("max_model_len", self.max_model_len))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", *_COUNTS):
             if (value := getattr(self, name)) is not None:
-                if value == "auto" or (parsed := _length(name, value)) == "auto":
+                object.__setattr__(self, name, number := _number(name, value))
+                if number == "auto" and name in _COUNTS:
                     raise LoadError(f"{name} must be a positive number, got {value!r}")
-                object.__setattr__(self, name, parsed)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise LoadError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
 
@@ -79,41 +86,24 @@ class EngineConfig:
         return cls(**options)
 
     def lines(self) -> list[tuple[str, str]]:
-        """(option, value) pairs to print; those that ask for nothing are left out."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        """(option, value) pairs to print beside the model's name; those that ask for nothing are left out."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "model")
         return [(name, str(value)) for name, value in values if value is not None and value != {}]
 
 
-# What other engines take and we can ignore as long as it asks for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (None, 1),
-    "pipeline_parallel_size": (None, 1),
-    "quantization": (None,),
-    "trust_remote_code": (None, False),
-    "revision": (None,),
-    "disable_log_stats": (None, True, False),
-    "enable_chunked_prefill": (None, True),
-    "enable_prefix_caching": (None, False),
-}
-
-
-def _length(name: str, value: Any) -> int | str:
+def _number(name: str, value: Any) -> int | str:
     """A positive number of tokens or bytes: an int, or text such as "4096", "32k", "32K", "1M"; "auto" and -1 mean auto."""
     number = value
     if isinstance(value, str):
         text = value.strip()
         scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 1024**2, "g": 10**9, "G": 1024**3}.get(text[-1:], 1)
-        if text == "auto":
-            return "auto"
         try:
-            number = int(float(text[:-1] if scale > 1 else text) * scale)
+            number = -1 if text == "auto" else int(float(text[:-1] if scale > 1 else text) * scale)
         except (ValueError, OverflowError):
             number = 0
-    if number == -1 and not isinstance(value, bool):
-        return "auto"
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < 2**48:
+    if isinstance(number, bool) or not isinstance(number, int) or not (number == -1 or 0 < number < 2**48):
         raise LoadError(f"{name} must be a positive number (or text such as 4096 or 32k), got {value!r}")
-    return number
+    return "auto" if number == -1 else number
 
 
 def load_engine(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineCore, Tokenizer, ModelInfo]:
@@ -123,12 +113,24 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> tuple
     """
     from sparkrt.engine.loading import load  # NumPy and everything else come in only here
 
-    loaded = load(config, progress)
-    return loaded.core, loaded.tokenizer, loaded.info
+    core, tokenizer, _, info = load(config, progress)
+    return core, tokenizer, info
 
 
-def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
-    """Only the text side of a model, for a process that does not compute. Raises LoadError."""
-    from sparkrt.engine.loading import open_text
+def load_text(config: EngineConfig, checkpoint: Checkpoint | None = None) -> tuple[Tokenizer, ChatTemplate]:
+    """The text side of a model, from `checkpoint` if it is open already; without NumPy from a folder. Raises LoadError."""
+    from sparkrt.text.template import ChatTemplate
+    from sparkrt.text.tokenizer import Tokenizer
 
-    return open_text(config)
+    bundled = Path(__file__).parents[1] / "assets" / "sparkrt-tiny"
+    path: Path | None = Path(os.path.expanduser(config.tokenizer or config.model or bundled))
+    metadata: Mapping[str, Any] = {}
+    if config.tokenizer is None and not os.path.isfile(f"{path}/config.json"):  # a GGUF file, or on the hub
+        if checkpoint is None:
+            from sparkrt.model.checkpoint import open_checkpoint
+
+            checkpoint = open_checkpoint(config.model, "dummy")  # whatever the weights are: they stay closed
+        path, metadata = checkpoint.folder, checkpoint.gguf or {}
+    tokenizer = Tokenizer.from_gguf(metadata) if path is None else Tokenizer.from_folder(path)
+    template = ChatTemplate.from_gguf(metadata, tokenizer) if path is None else ChatTemplate.from_folder(path, tokenizer)
+    return tokenizer, template

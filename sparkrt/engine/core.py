@@ -1,6 +1,6 @@
 """`EngineCore`: requests in, tokens out. One thread owns it and the model.
 
-A step plans, launches, and reads back. With `pipeline depth 1` step N+1 is launched before step N is read, so the device
+A step plans, launches, and reads back. With `async_scheduling` step N+1 is launched before step N is read, so the device
 never waits for Python; what the host knows is then one step old, and what a stopped request did meanwhile is dropped.
 """
 
@@ -9,49 +9,26 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkrt.engine.config import EngineConfig
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob
-from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler
+from sparkrt.engine.params import check_prompt_ids
+from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler, Slice
 from sparkrt.errors import EngineFatal, RequestError
-from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
+from sparkrt.model.batch import ForwardBatch, MixedBatchResult, PrefillSlice, SamplerParams, TokenLogprobs
+from sparkrt.model.model import Model
 
 if TYPE_CHECKING:
-    from sparkrt.engine.config import EngineConfig
-    from sparkrt.model.batch import MixedBatchResult
-    from sparkrt.model.model import Model
-    from sparkrt.model.sequence import SequenceState
+    from sparkrt.engine.llm import Loop
 
 log = logging.getLogger("sparkrt.engine")
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Request(Job):
-    """A request in the engine: the scheduler's job, what it owns on the device, and what stops it."""
-
-    message: EngineRequest
-    tokens: np.ndarray  # int32, the prompt
-    stop_ids: frozenset[int]
-    seq: SequenceState | None = None
-    emitted: int = 0  # tokens read and sent: lags `generated` by the steps in flight
-    prompt_logprobs: list[Logprob | None] | None = None
-
-    def targets(self, start: int, stop: int) -> np.ndarray | None:
-        """What followed each token of a slice, if that is to be scored; the prompt's last token has no follower."""
-        return self.tokens[start + 1 : stop + 1] if self.scored and start + 1 < self.prompt else None
-
-
-class Turn(Protocol):
-    """Whoever may leave a step in flight: the engine's own loop, or a decode loop beside it."""
-
-    def settle(self) -> None:
-        """Read what is in flight and keep it for later."""
-        ...
+_SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in SamplerParams.__dataclass_fields__)
 
 
 class EngineCore:
@@ -63,60 +40,30 @@ class EngineCore:
 
     def __init__(self, model: Model, config: EngineConfig, on_close: Callable[[], None] = lambda: None) -> None:
         """`config` is resolved. `on_close` runs after the model was closed: the backend's end."""
-        options = model.options
+        o = model.options
+        limits = Limits(o.max_num_seqs, model.num_blocks, o.page_size, o.max_num_batched_tokens, o.prompt_logit_rows)
+        self.model, self.config, self.scheduler = model, config, Scheduler(limits)
         self._on_close = on_close
-        self.model = model
-        self.config = config
-        self.scheduler = Scheduler[Request](
-            Limits(
-                slots=options.max_num_seqs,
-                blocks=model.num_blocks,
-                block_size=options.page_size,
-                budget=options.max_num_batched_tokens,
-                scored_rows=options.prompt_logit_rows,
-            )
-        )
-        self._context = options.max_model_len
-        self._vocab = options.valid_vocab
-        self._requests: dict[str, Request] = {}
-        self._loops: dict[SequenceState, int] = {}  # sequences of decode loops and their blocks
+        self._requests: dict[str, Job] = {}
         self._outbox: list[EngineOutput] = []
-        self._in_flight: tuple[int, Plan[Request]] | None = None
-        self._turn: weakref.ref[Turn] = weakref.ref(self)  # weak: a forgotten decode loop must be collected
+        self._in_flight: tuple[int, Plan] | None = None
+        self._turn: weakref.ref[EngineCore | Loop] = weakref.ref(self)  # weak: a forgotten loop must be collected
         self._seeds = random.Random(config.seed)
-        self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=options.max_num_seqs)
-        self._wait_seconds = 0.0
+        self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
+        self._waited = 0.0  # s
         self._closed = False
         self._fatal: EngineFatal | None = None
-
-    # requests
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError (nothing changed) if it can never run."""
         self._check_alive()
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        count = len(request.prompt_ids)
-        if count == 0:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if count + request.max_tokens > self._context:
-            raise RequestError(
-                f"prompt ({count} tokens) + max_tokens ({request.max_tokens}) exceed the context of {self._context}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocab:  # it would fail its neighbours' step too
-            raise RequestError(f"the prompt has token ids out of vocabulary (0 to {self._vocab - 1})", param="prompt")
-        job = Request(
-            request_id=request.request_id,
-            prompt=count,
-            max_tokens=request.max_tokens,
-            scored=request.prompt_logprobs is not None,
-            message=request,
-            tokens=np.array(request.prompt_ids, np.int32),
-            stop_ids=frozenset(request.stop_token_ids),
-            prompt_logprobs=None if request.prompt_logprobs is None else [None],  # nothing precedes the first token
-        )
+        ids, context = check_prompt_ids(request.prompt_ids, self.model.options.valid_vocab), self.model.options.max_model_len
+        if len(ids) + request.max_tokens > context:
+            text = f"prompt ({len(ids)} tokens) + max_tokens ({request.max_tokens}) exceed the context of {context}"
+            raise RequestError(text, param="max_tokens", code="context_length_exceeded")
+        job = Job(request)
         if request.max_tokens == 0 and not job.scored:  # nothing is asked of the model
             self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason="length"))
             return
@@ -127,7 +74,7 @@ class EngineCore:
         """Stop these requests now; unknown ids are ignored. Their "abort" outputs come with the next step."""
         for request_id in request_ids:
             if (job := self._requests.get(request_id)) is not None:
-                self._end(job, EngineOutput(request_id=request_id, finish_reason="abort"))
+                self._tell(job, "abort")
 
     @property
     def has_work(self) -> bool:
@@ -137,180 +84,136 @@ class EngineCore:
     @property
     def stalled(self) -> bool:
         """Whether requests wait and nothing of the engine's own will make room: decode loops hold it."""
-        return bool(self.scheduler.waiting) and not self.scheduler.admitted and self._in_flight is None
-
-    # steps
+        return len(self._requests) == len(self.scheduler.waiting) > 0 and self._in_flight is None
 
     def step(self) -> list[EngineOutput]:
         """Run one step; returns the news of requests, in the order of rows. Raises EngineFatal when the engine is broken
         (every request got its "error" output from the step before).
         """
         self._check_alive()
-        began, waited = perf_counter(), self._wait_seconds
+        began, waited = perf_counter(), self._waited
         try:
             self.take_turn(self)
             launched = self._launch()
-            due, self._in_flight = self._in_flight, None
-            if self.config.async_scheduling:
-                self._in_flight = launched  # from here until the next step, the host is one step behind
-            else:
-                due = launched
-            if due is not None:
-                self._collect(*due)
+            if self.config.async_scheduling:  # from here until the next step, the host is one step behind
+                launched, self._in_flight = self._in_flight, launched
+            if launched is not None:
+                self._collect(*launched)
             if self.config.debug and not self._requests and self._in_flight is None:
                 self.check_integrity()
         except EngineFatal as error:
             self._die(error)
         outputs, self._outbox = self._outbox, []
-        total = perf_counter() - began
-        self._stats.step_seconds += total
-        self._stats.host_seconds += total - (self._wait_seconds - waited)
+        self._stats.step_seconds += (total := perf_counter() - began)
+        self._stats.host_seconds += total - (self._waited - waited)
         return outputs
 
-    def _launch(self) -> tuple[int, Plan[Request]] | None:
+    def _launch(self) -> tuple[int, Plan] | None:
         """Admit, plan and enqueue the next step. A failure ends the requests of that step and nothing else."""
         while (job := self.scheduler.admit()) is not None:
-            try:
+            with self._failing([job]):
                 job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
-            except EngineFatal:
-                raise
-            except BaseException as error:
-                self._fail([job], error)
-                if not isinstance(error, Exception):
-                    raise
-        plan = self.scheduler.plan()
-        if not plan:
+        if not (plan := self.scheduler.plan()):
             return None
-        batch = ForwardBatch(decode=[seq for job in plan.decode if (seq := job.seq) is not None])
-        for job, start, stop, sample in plan.prefill:
-            assert job.seq is not None
-            batch.prefill.append(PrefillSlice(job.seq, job.tokens[start:stop], start, sample, job.targets(start, stop)))
-        try:
-            handle = self.launch(batch)
-        except EngineFatal:
-            raise
-        except BaseException as error:  # an interrupt too must not leave half a step in the books
-            self._fail(plan.jobs, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        self.scheduler.launched(plan)
-        self._stats.steps += 1
-        self._stats.prompt_tokens += sum(stop - start for _, start, stop, _ in plan.prefill)
-        return handle, plan
+        step = None
+        with self._failing(plan.jobs):
+            step = self.launch(plan), plan
+            self.scheduler.launched(plan)
+            self._stats.steps += 1
+            self._stats.prompt_tokens += sum(part.stop - part.start for part in plan.prefill)
+        return step
 
-    def launch(self, batch: ForwardBatch) -> int:
-        """`model.launch`, with the time it takes counted as waiting where the launch itself is the computation (host)."""
+    def launch(self, plan: Plan) -> int:
+        """Enqueue a step. It is timed as waiting where the launch itself is the computation (host)."""
+        batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
+        for part in plan.prefill:
+            assert part.job.seq is not None
+            tokens = np.array(part.job.message.prompt_ids[part.start : part.stop], np.int32)
+            batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, _targets(part)))
         began = perf_counter()
-        try:
-            return self.model.launch(batch)
-        finally:
-            if self.config.device == "host":
-                self._wait_seconds += perf_counter() - began
+        handle = self.model.launch(batch)
+        self._waited += perf_counter() - began if self.config.device == "host" else 0.0
+        return handle
 
     def collect(self, handle: int) -> MixedBatchResult:
         """`model.collect`, timed as waiting."""
         began = perf_counter()
-        try:
-            return self.model.collect(handle)
-        finally:
-            self._wait_seconds += perf_counter() - began
+        result = self.model.collect(handle)
+        self._waited += perf_counter() - began
+        return result
 
-    def _collect(self, handle: int, plan: Plan[Request]) -> None:
-        """Read a step and tell its news, then let go of what nothing in flight uses any more."""
-        failure: BaseException | None = None
-        try:
-            result = self.collect(handle)
-            rows = plan.decode + [s.job for s in plan.prefill if s.sample] if plan.prefill else plan.decode
-            if plan.prefill:
-                self._read_prompt_logprobs(plan, result)
-            for job, token, logprobs in zip(rows, result.tokens.tolist(), result.logprobs, strict=True):
+    def _collect(self, handle: int, plan: Plan) -> None:
+        """Read a step and tell its news, and let go of what nothing in flight uses any more."""
+        with self._failing(plan.jobs):
+            try:
+                result = self.collect(handle)
+            finally:  # those that ended before this step was read; from here on, who ends is let go at once
+                for job in self.scheduler.collected(plan):
+                    self._release(job)
+            scored = [part.job for part in plan.prefill if _targets(part) is not None]
+            for job, scores in zip(scored, result.prompt_logprobs, strict=True):
+                job.prompt_logprobs += [_logprob(row, job.message.prompt_logprobs or 0) for row in scores]
+            for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
             for job, _, stop, _ in plan.prefill:
                 if stop == job.prompt and job.max_tokens == 0 and not job.finished:
-                    scores = job.prompt_logprobs
-                    self._end(job, EngineOutput(request_id=job.request_id, prompt_logprobs=scores, finish_reason="length"))
-        except EngineFatal:
-            raise
-        except BaseException as error:
-            failure = error
-        for job in self.scheduler.collected(plan):
-            self._release(job)
-        if failure is not None:
-            self._fail([job for job in plan.jobs if not job.finished], failure)
-            if not isinstance(failure, Exception):
-                raise failure
+                    self._tell(job, prompt_logprobs=job.prompt_logprobs, finish_reason="length")
 
-    def _emit(self, job: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _emit(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
         job.emitted += 1
-        output = EngineOutput(request_id=job.request_id, token_ids=[token])
-        if job.emitted == 1:
-            output.prompt_logprobs = job.prompt_logprobs
-        if logprobs is not None:
-            output.logprobs = [_logprob(logprobs, job.message.logprobs or 0)]
-        if token in job.stop_ids and job.emitted > job.message.min_tokens:
-            output.finish_reason, output.stop_token = "stop", token
-        elif job.emitted == job.max_tokens:
-            output.finish_reason = "length"
-        if output.finish_reason is None:
-            self._outbox.append(output)
-        else:
-            self._end(job, output)
         self._stats.generation_tokens += 1
+        news: dict[str, Any] = {"token_ids": [token]}
+        if job.scored and job.emitted == 1:
+            news["prompt_logprobs"] = job.prompt_logprobs
+        if row is not None:
+            news["logprobs"] = [_logprob(row, job.message.logprobs or 0)]
+        if token in job.stop_ids and job.emitted > job.message.min_tokens:
+            news |= {"finish_reason": "stop", "stop_token": token}
+        elif job.emitted == job.max_tokens:
+            news["finish_reason"] = "length"
+        self._tell(job, **news)
 
-    def _read_prompt_logprobs(self, plan: Plan[Request], result: MixedBatchResult) -> None:
-        scored = [s.job for s in plan.prefill if s.job.targets(s.start, s.stop) is not None]
-        for job, rows in zip(scored, result.prompt_logprobs, strict=True):
-            if job.prompt_logprobs is not None:
-                job.prompt_logprobs += [_logprob(row, job.message.prompt_logprobs or 0) for row in rows]
+    def _tell(self, job: Job, finish_reason: str | None = None, **news: Any) -> None:
+        """News of a request. After the last, slot and blocks go back: now, or when the last step in flight is collected."""
+        self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason=finish_reason, **news))
+        if finish_reason is not None:
+            del self._requests[job.request_id]
+            if self.scheduler.finish(job):
+                self._release(job)
 
-    def _sampler_params(self, request: EngineRequest) -> SamplerParams:
-        return SamplerParams(
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            seed=self._seeds.getrandbits(64) if request.seed is None else request.seed,
-            bias=(tuple(request.logit_bias), tuple(request.logit_bias.values())),
-            allowed=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
-            stop_ids=tuple(request.stop_token_ids),
-            min_tokens=request.min_tokens,
-            logprobs=-1 if request.logprobs is None else request.logprobs,
-        )
+    def _sampler_params(self, r: EngineRequest) -> SamplerParams:
+        values: dict[str, Any] = {name: getattr(r, name) for name in _SAME} | {"stop_ids": tuple(r.stop_token_ids)}
+        values["seed"] = self._seeds.getrandbits(64) if r.seed is None else r.seed
+        values["logprobs"] = -1 if r.logprobs is None else r.logprobs
+        values["allowed"] = None if r.allowed_token_ids is None else tuple(r.allowed_token_ids)
+        return SamplerParams(**values, bias=(tuple(r.logit_bias), tuple(r.logit_bias.values())))
 
-    # ends
-
-    def _end(self, job: Request, output: EngineOutput) -> None:
-        """The last output of a request; its slot and blocks go back now, or when the last step in flight is collected."""
-        self._outbox.append(output)
-        del self._requests[job.request_id]
-        if self.scheduler.finish(job):
-            self._release(job)
-
-    def _release(self, job: Request) -> None:
+    def _release(self, job: Job) -> None:
         if job.seq is not None:
             self.model.release(job.seq)
             job.seq = None
 
-    def _fail(self, jobs: Iterable[Request], error: BaseException) -> None:
-        """These requests end with an error; the engine goes on."""
-        log.error("a step failed", exc_info=error)
-        text = f"{type(error).__name__}: {error}"
-        for job in jobs:
-            if not job.finished:
-                self._end(job, EngineOutput(request_id=job.request_id, finish_reason="error", error=text))
+    @contextmanager
+    def _failing(self, jobs: Iterable[Job]) -> Iterator[None]:
+        """Whatever goes wrong inside ends these requests and nothing else; interrupts go on, and leave the books whole."""
+        try:
+            yield
+        except EngineFatal:
+            raise
+        except BaseException as error:
+            log.error("a step failed", exc_info=error)
+            for job in jobs:
+                if not job.finished:
+                    self._tell(job, "error", error=f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
 
     def _die(self, error: EngineFatal) -> None:
         """The device or an invariant is broken: every request gets its error, the next call raises. Nothing is given back."""
         log.critical("the engine is broken", exc_info=error)
-        self._fatal = error
-        self._in_flight = None
-        for request_id in self._requests:
-            self._outbox.append(EngineOutput(request_id=request_id, finish_reason="error", error=str(error)))
+        self._fatal, self._in_flight = error, None
+        self._outbox += [EngineOutput(request_id=name, finish_reason="error", error=str(error)) for name in self._requests]
         self._requests.clear()
 
     def _check_alive(self) -> None:
@@ -319,61 +222,51 @@ class EngineCore:
         if self._closed:
             raise EngineFatal("the engine is closed")
 
-    # decode loops
-
-    def take_turn(self, who: Turn) -> None:
+    def take_turn(self, who: EngineCore | Loop) -> None:
         """`who` is about to launch: whoever else left a step in flight reads it first, so at most one step runs ahead."""
         self._check_alive()
-        turn = self._turn()
-        if turn is not who:
+        if (turn := self._turn()) is not who:
             if turn is not None:
                 turn.settle()
             self._turn = weakref.ref(who)
 
     def settle(self) -> None:
+        """Read what is in flight and keep its news for later."""
         if self._in_flight is not None:
             due, self._in_flight = self._in_flight, None
             self._collect(*due)
 
-    def claim(self, request: EngineRequest) -> SequenceState:
-        """A sequence for a decode loop, out of the same books as requests. Raises CapacityError when there is no room now."""
+    def claim(self, job: Job) -> None:
+        """Give a decode loop's row its sequence, out of the books of requests. Raises CapacityError when there is no room now."""
         self._check_alive()
-        tokens = len(request.prompt_ids) + request.max_tokens
-        blocks = self.scheduler.limits.blocks_for(tokens)
-        self.scheduler.claim(blocks)
+        self.scheduler.claim(job)
         try:
-            seq = self.model.new_sequence(self._sampler_params(request), tokens)
+            job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
         except BaseException:
-            self.scheduler.unclaim(blocks)
+            self.scheduler.release(job)
             raise
-        self._loops[seq] = blocks
-        return seq
 
-    def unclaim(self, seq: SequenceState) -> None:
-        """Give a decode loop's sequence back; again is fine."""
-        if (blocks := self._loops.pop(seq, None)) is not None:
-            self.model.release(seq)
-            self.scheduler.unclaim(blocks)
-
-    # questions
+    def unclaim(self, job: Job) -> None:
+        """Take a decode loop's sequence back, nothing of it being in flight; again is fine."""
+        if job.seq is not None:
+            job.in_flight = 0
+            self.scheduler.release(job)
+            self._release(job)
 
     def stats(self) -> EngineStats:
-        stats, scheduler = self._stats, self.scheduler
-        stats.running = len(self._requests) - len(scheduler.waiting)
-        stats.waiting = len(scheduler.waiting)
-        stats.free_blocks, stats.free_slots = scheduler.free_blocks, scheduler.free_slots
+        stats, waiting = self._stats, len(self.scheduler.waiting)
+        stats.running, stats.waiting = len(self._requests) - waiting, waiting
+        stats.free_blocks, stats.free_slots = self.scheduler.free_blocks, self.scheduler.free_slots
         return stats
 
     def check_integrity(self) -> None:
         """free + owned = total in the scheduler's books and in the model's, and both agree. Raises EngineFatal."""
         scheduler, model = self.scheduler, self.model
-        scheduler.check_integrity(len(self._loops), sum(self._loops.values()))
-        model.check_integrity([*(job.seq for job in scheduler.admitted.values() if job.seq is not None), *self._loops])
-        if (scheduler.free_blocks, scheduler.free_slots) != (model.free_blocks, model.free_slots):
-            raise EngineFatal(
-                f"the scheduler counts {scheduler.free_blocks} free blocks and {scheduler.free_slots} slots, "
-                f"the model {model.free_blocks} and {model.free_slots}"
-            )
+        scheduler.check_integrity()
+        model.check_integrity([job.seq for job in scheduler.admitted if job.seq is not None])
+        books, real = (scheduler.free_blocks, scheduler.free_slots), (model.free_blocks, model.free_slots)
+        if books != real:
+            raise EngineFatal(f"free blocks and slots: the scheduler counts {books}, the model {real}")
 
     def close(self) -> None:
         """End everything and give all back, the model too; again is fine. Requests still running get no more outputs."""
@@ -384,8 +277,8 @@ class EngineCore:
                 self.take_turn(self)
                 self.settle()
                 self.abort(list(self._requests))
-                for seq in list(self._loops):
-                    self.unclaim(seq)
+                for job in list(self.scheduler.admitted):  # of decode loops
+                    self.unclaim(job)
                 if self.config.debug:
                     self.check_integrity()
         finally:
@@ -396,11 +289,12 @@ class EngineCore:
             self._on_close()
 
 
+def _targets(part: Slice) -> np.ndarray | None:
+    """What followed each token of a slice, if that is to be scored; the prompt's last token has no follower."""
+    ids = part.job.message.prompt_ids[part.start + 1 : part.stop + 1] if part.job.scored else []
+    return np.array(ids, np.int32) if ids else None
+
+
 def _logprob(row: TokenLogprobs, alternatives: int) -> Logprob:
-    return Logprob(
-        token_id=row.token,
-        logprob=row.logprob,
-        rank=row.rank,
-        top_ids=row.top_ids[:alternatives].tolist(),
-        top_logprobs=row.top_logprobs[:alternatives].tolist(),
-    )
+    top = row.top_ids[:alternatives].tolist(), row.top_logprobs[:alternatives].tolist()
+    return Logprob(row.token, row.logprob, row.rank, *top)

@@ -1,32 +1,34 @@
-"""`LLM`: generation in this process, under the names scripts for other engines use."""
+"""`LLM`: generation in this process, under the names scripts for other engines use; and `DecodeLoop`: its token ids alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from numbers import Integral
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, overload
 
 from sparkrt.engine.answer import Answer
 from sparkrt.engine.config import EngineConfig, Progress
-from sparkrt.engine.decode_loop import BatchDecodeLoop, DecodeLoop
 from sparkrt.engine.loading import load
+from sparkrt.engine.messages import EngineRequest
 from sparkrt.engine.outputs import RequestOutput
-from sparkrt.engine.params import SamplingParams, check_prompt_ids, to_requests
+from sparkrt.engine.params import SamplingParams, to_requests
+from sparkrt.engine.scheduler import Job, Plan, Scheduler
 from sparkrt.errors import CapacityError, RequestError, SparkrtError
-
-if TYPE_CHECKING:
-    from sparkrt.engine.messages import EngineRequest, ModelInfo
-    from sparkrt.text.tokenizer import Tokenizer
+from sparkrt.text.template import check_kwargs
+from sparkrt.text.tokenizer import Tokenizer
 
 log = logging.getLogger("sparkrt")
 
+Ids: TypeAlias = Sequence[int]
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -36,26 +38,11 @@ class LLM:
     Raises LoadError for what cannot be served.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        tokenizer: str | None = None,
-        dtype: str = "auto",
-        max_model_len: int | str | None = None,
-        seed: int = 0,
-        progress: Progress | None = None,
-        **options: Any,
-    ) -> None:
-        options |= {"model": model, "tokenizer": tokenizer, "dtype": dtype, "max_model_len": max_model_len, "seed": seed}
-        loaded = load(EngineConfig.from_options(**options), progress)
-        for warning in loaded.info.warnings:
-            log.warning(warning)
-        self.core = loaded.core
-        self.info: ModelInfo = loaded.info
-        self.tokenizer: Tokenizer = loaded.tokenizer
-        self._template = loaded.template
+    def __init__(self, model: str | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+        self.core, self.tokenizer, self._template, self.info = load(EngineConfig.from_options(model=model, **options), progress)
         self._ids = count()
+        for warning in self.info.warnings:
+            log.warning(warning)
 
     @property
     def config(self) -> EngineConfig:
@@ -70,25 +57,20 @@ class LLM:
         return SamplingParams.from_optional(self.info.sampling_defaults)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order, computed together.
 
         Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each prompt its
         own. Raises RequestError, before anything runs, for a prompt or parameter that cannot be.
         """
-        one = isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
-        todo: list[Prompt] = [prompts] if one else list(prompts)  # type: ignore[arg-type, list-item]
+        todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts) else prompts
         return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -100,38 +82,27 @@ class LLM:
 
         Without `sampling_params` an answer may take the rest of the context, as in the chat endpoint.
         """
-        one = not messages or isinstance(messages[0], Mapping)
-        prompts: list[tuple[str | None, list[int]]] = []
-        for conversation in [messages] if one else messages:
-            text = self._template.render(
-                conversation,
-                tools=None if tools is None else list(tools),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
-            )
+        check_kwargs(kwargs := chat_template_kwargs or {})  # before they become keyword arguments, where some would clash
+        given, prompts = None if tools is None else list(tools), list[tuple[str | None, Sequence[int]]]()
+        for chat in [messages] if not messages or isinstance(messages[0], Mapping) else messages:
+            text = self._template.render(chat, given, add_generation_prompt, continue_final_message, **kwargs)
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params or self._open_ended(), use_tqdm)
 
     @overload
-    def decode_loop(self, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None) -> DecodeLoop: ...
+    def decode_loop(self, prompt_ids: Ids, sampling_params: SamplingParams | None = None) -> DecodeLoop: ...
     @overload
-    def decode_loop(
-        self, prompt_ids: Sequence[Sequence[int]], sampling_params: SamplingParams | None = None
-    ) -> BatchDecodeLoop: ...
-    def decode_loop(
-        self, prompt_ids: Sequence[int] | Sequence[Sequence[int]], sampling_params: SamplingParams | None = None
-    ) -> DecodeLoop | BatchDecodeLoop:
+    def decode_loop(self, prompt_ids: Sequence[Ids], sampling_params: SamplingParams | None = None) -> BatchDecodeLoop: ...
+    def decode_loop(self, prompt_ids: Any, sampling_params: Any = None) -> DecodeLoop | BatchDecodeLoop:
         """An iterator of token ids for one prompt; for a list of prompts, of one id (or None) per prompt and step.
 
         Nothing stands between the model and the caller: no text, no stop strings, no log-probabilities. Without
         `sampling_params` the model's defaults hold, for the rest of the context; a loop reserves its `max_tokens`.
         """
-        if not len(prompt_ids) or _is_ids(prompt_ids):
-            return DecodeLoop(self, prompt_ids, sampling_params)  # type: ignore[arg-type]
-        return BatchDecodeLoop(self, prompt_ids, sampling_params)  # type: ignore[arg-type]
+        one = not len(prompt_ids) or _is_ids(prompt_ids)
+        return DecodeLoop(self, prompt_ids, sampling_params) if one else BatchDecodeLoop(self, prompt_ids, sampling_params)
 
-    def loop_request(self, prompt_ids: Sequence[int], sampling_params: SamplingParams | None) -> EngineRequest:
+    def loop_request(self, prompt_ids: Ids, sampling_params: SamplingParams | None) -> EngineRequest:
         """One resolved request of a decode loop. Raises RequestError for what a loop does not do."""
         params = sampling_params or self._open_ended()
         for name, neutral in (("n", 1), ("stop", []), ("logprobs", None), ("prompt_logprobs", None)):
@@ -147,43 +118,35 @@ class LLM:
             params.max_tokens = None
         return params
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        given: Any = prompt
-        if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    def _encode(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
+        given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
-            return given, check_prompt_ids(self.tokenizer.encode(given), self.info.vocab_size)
+            return given, self.tokenizer.encode(given)
         if not hasattr(given, "__len__"):
-            raise RequestError(
-                f'a prompt is text, token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}, got {type(given).__name__}',
-                param="prompt",
-            )
-        return None, check_prompt_ids(given, self.info.vocab_size)
+            forms = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+            raise RequestError(f"a prompt is {forms}, got {type(given).__name__}", param="prompt")
+        return None, given
 
     def _generate(
-        self,
-        prompts: list[tuple[str | None, list[int]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        self, prompts: list[tuple[str | None, Sequence[int]]], sampling_params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", param="sampling_params")
-        results: list[RequestOutput] = []
-        requests: list[EngineRequest] = []
-        answers: dict[str, Answer] = {}
+        results, requests, answers = list[RequestOutput](), list[EngineRequest](), dict[str, Answer]()
         for (text, ids), chosen in zip(prompts, each, strict=True):
-            result = RequestOutput(str(next(self._ids)), text, ids)
-            results.append(result)
-            for index, request in enumerate(to_requests(ids, chosen, self.info, f"llm-{result.request_id}")):
-                requests.append(request)
-                answers[request.request_id] = Answer(result, index, chosen, self.info.eos_token_ids, self.tokenizer)
-        with _progress(len(results), use_tqdm) as bar:
-            self._run(requests, answers, bar)
+            name = str(next(self._ids))
+            made = to_requests(ids, chosen, self.info, f"llm-{name}")
+            results.append(RequestOutput(name, text, made[0].prompt_ids))
+            requests += made
+            for index, request in enumerate(made):
+                answers[request.request_id] = Answer(results[-1], index, chosen, self.info.eos_token_ids, self.tokenizer)
+        with _progress(len(results), use_tqdm) as report:
+            self._run(requests, answers, report)
         return results
 
-    def _run(self, requests: list[EngineRequest], answers: dict[str, Answer], bar: _Bar) -> None:
+    def _run(self, requests: list[EngineRequest], answers: dict[str, Answer], report: Callable[[int, bool], None]) -> None:
         core, began = self.core, perf_counter()
         try:
             for request in requests:
@@ -199,13 +162,11 @@ class LLM:
                     if out.finish_reason == "error":
                         raise SparkrtError(f"request {answer.result.request_id} failed: {out.error}")
                     answer.feed(out, perf_counter() - began)
-                    bar.tokens(len(out.token_ids))
+                    report(len(out.token_ids), answer.result.finished)
                     if answer.finished:
                         del answers[out.request_id]
                         if out.finish_reason is None:  # a stop string: the engine does not know yet
                             core.abort([out.request_id])
-                        if answer.result.finished:
-                            bar.advance()
         finally:
             core.abort(answers)  # after an error or an interrupt nothing of ours goes on running
             core.settle()
@@ -217,7 +178,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -225,41 +186,142 @@ def _is_ids(value: Any) -> bool:
     return len(value) > 0 and isinstance(value[0], Integral)
 
 
-class _Bar:
-    """Counts prompts and tokens; shows nothing."""
-
-    def tokens(self, n: int) -> None: ...
-
-    def advance(self) -> None: ...
-
-
 @contextmanager
-def _progress(total: int, shown: bool) -> Iterator[_Bar]:
-    """A progress bar over `total` prompts with tokens per second, on stderr."""
+def _progress(total: int, shown: bool) -> Iterator[Callable[[int, bool], None]]:
+    """A progress bar over `total` prompts with tokens per second, on stderr; yields what to tell it: tokens, prompt done."""
     if not shown or not total:
-        yield _Bar()
+        yield lambda tokens, done: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
-    columns = (
-        TextColumn("Processed prompts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[rate]:.0f} tok/s"),
-    )
-    with RichProgress(*columns, console=Console(stderr=True)) as rich:
-        task = rich.add_task("", total=total, rate=0.0)
+    with RichProgress(console=Console(stderr=True)) as bar:
+        task, began, generated, ended = bar.add_task(f"0/{total} prompts", total=total), perf_counter(), 0, 0
 
-        class Shown(_Bar):
-            began, generated = perf_counter(), 0
+        def report(tokens: int, done: bool) -> None:
+            nonlocal generated, ended
+            generated, ended = generated + tokens, ended + done
+            if done:
+                rate = f"{generated / (perf_counter() - began):.0f} tok/s"
+                bar.update(task, advance=1, description=f"{ended}/{total} prompts, {rate}")
 
-            def tokens(self, n: int) -> None:
-                self.generated += n
+        yield report
 
-            def advance(self) -> None:
-                rich.update(task, advance=1, rate=self.generated / (perf_counter() - self.began))
 
-        yield Shown()
+class Loop:
+    """What the two forms of decode loop share: prompts in step, on a scheduler of their own, beside the engine's.
+
+    A loop takes slots and KV blocks out of the same books as requests, so both may run side by side, and always gives them
+    back: at the end, on `close`, at the end of a `with`, on an error, and when it is forgotten.
+    """
+
+    _closed = True  # until there is something to give back
+
+    def __init__(self, llm: LLM, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | None = None) -> None:
+        if not prompts:
+            raise RequestError("no prompts", param="prompt")
+        self._core = core = llm.core
+        self._scheduler = Scheduler(replace(core.scheduler.limits, slots=len(prompts)))
+        self._ahead: tuple[int | list[int], Plan] | None = None  # a step launched, or read, before it was asked for
+        self._rows: list[Job] = []
+        self._prompting, self._closed = True, False
+        try:
+            for ids in prompts:
+                row = Job(llm.loop_request(ids, sampling_params))
+                core.claim(row)
+                self._rows.append(row)
+                self._scheduler.add(row)
+                self._scheduler.admit()
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self) -> list[int | None]:
+        """One step of the model, the first time as many as the prompts need."""
+        try:
+            if self._closed:
+                raise StopIteration
+            self._core.take_turn(self)
+            given: dict[Job, int] = {}
+            while not given or self._prompting:
+                if (step := self._ahead or self._launch()) is None:
+                    raise StopIteration
+                # One step ahead: a row that stops in `step` runs once more for nothing.
+                self._ahead = self._launch() if self._core.config.async_scheduling and not self._prompting else None
+                self._read(*step, given)
+            return [given.get(row) for row in self._rows]
+        except BaseException:  # StopIteration included: whatever ended the loop, it holds nothing
+            self.close()
+            raise
+
+    def _launch(self) -> tuple[int, Plan] | None:
+        plan = self._scheduler.plan()
+        if self._prompting:
+            plan.decode.clear()  # whose prompt is read waits for the others
+        if not plan:
+            return None
+        handle = self._core.launch(plan)
+        self._scheduler.launched(plan)
+        self._prompting = self._prompting and any(row.prefilled < row.prompt for row in self._rows)
+        return handle, plan
+
+    def _read(self, step: int | list[int], plan: Plan, given: dict[Job, int]) -> None:
+        """Give a step's tokens. A row that ended gives its slot back, or after the step it still flies in."""
+        for row, token in zip(
+            plan.rows, self._core.collect(step).tokens.tolist() if isinstance(step, int) else step, strict=True
+        ):
+            if not row.finished:
+                given[row] = token
+                row.emitted += 1
+                if token in row.stop_ids or row.emitted == row.max_tokens:
+                    self._scheduler.finish(row)
+        for row in self._scheduler.collected(plan):
+            self._core.unclaim(row)
+
+    def settle(self) -> None:
+        """Read the step in flight: somebody else is about to launch."""
+        if self._ahead is not None and isinstance(step := self._ahead[0], int):
+            plan, self._ahead = self._ahead[1], None
+            self._ahead = self._core.collect(step).tokens.tolist(), plan
+
+    def close(self) -> None:
+        """Give everything back; again is fine."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self.settle()
+            finally:
+                for row in self._rows:
+                    self._core.unclaim(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class BatchDecodeLoop(Loop, Iterator[list[int | None]]):
+    """Several prompts in step: each `next` is one model step and gives one token id per prompt, None for those that ended.
+
+    A row ends with its stop id (given last) or after `max_tokens`. Without `sampling_params` the model's defaults hold, for the
+    rest of the context. Raises CapacityError, taking nothing, when there is no room for all prompts now.
+    """
+
+    def __next__(self) -> list[int | None]:
+        return self._next()
+
+
+class DecodeLoop(Loop, Iterator[int]):
+    """One prompt: an iterator of token ids, the stop id included. See `BatchDecodeLoop`."""
+
+    def __init__(self, llm: LLM, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None) -> None:
+        super().__init__(llm, [prompt_ids], sampling_params)
+
+    def __next__(self) -> int:
+        token = self._next()[0]
+        assert token is not None
+        return token

@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from sparkrt.engine.config import EngineConfig, Progress
+from sparkrt.cache.paged import KvGroup
+from sparkrt.cache.state import StateDims, StatePlan
+from sparkrt.engine.config import EngineConfig, Progress, load_text
 from sparkrt.engine.core import EngineCore
-from sparkrt.engine.memory import MemoryPlan, plan_memory
 from sparkrt.engine.messages import ModelInfo
 from sparkrt.engine.params import SamplingParams
+from sparkrt.engine.scheduler import CHUNK
 from sparkrt.errors import LoadError, RequestError
 from sparkrt.model.build import build_model
 from sparkrt.model.checkpoint import Checkpoint, bundled_model, open_checkpoint
+from sparkrt.model.config import ModelConfig
 from sparkrt.model.keys import read_json
 from sparkrt.model.model import ModelOptions
+from sparkrt.model.spec import expected_tensors
 from sparkrt.runtime import GpuBackend, open_backend
+from sparkrt.runtime.backend import MemoryInfo
 from sparkrt.runtime.dtypes import DType, by_name
 from sparkrt.runtime.machine import debug_enabled
 from sparkrt.text.template import ChatTemplate
 from sparkrt.text.tokenizer import Tokenizer
 
-# generation_config's names of what SamplingParams has
-_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+HOST_SHARE = 0.25  # of the memory the weights leave, for KV and state: a laptop has other things to do
+_DEFAULTS = {"host": (32, 512), "cuda": (256, 2048)}  # slots, tokens a step: 512 are a third of a second on two cores
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config, under our names
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    core: EngineCore
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    info: ModelInfo
-
-
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+def load(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineCore, Tokenizer, ChatTemplate, ModelInfo]:
     """See `load_engine`."""
     report = progress or (lambda stage, done, total: None)
     report("checkpoint", 0, 0)
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     try:
         report("tokenizer", 0, 0)
-        tokenizer, template = _text(checkpoint, config)
+        tokenizer, template = load_text(config, checkpoint)
         backend = open_backend(config.device)
         try:
-            return _build(checkpoint, tokenizer, template, backend, config, report)
+            core, info = _build(checkpoint, tokenizer, backend, config, report)
+            return core, tokenizer, template, info
         except BaseException:
             backend.close()
             raise
@@ -60,121 +52,153 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         checkpoint.source.close()
 
 
-def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
-    """See `load_text`."""
-    checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
-    try:
-        return _text(checkpoint, config)
-    finally:
-        checkpoint.source.close()
-
-
 def _build(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    backend: GpuBackend,
-    config: EngineConfig,
-    report: Progress,
-) -> Loaded:
-    model_config, device = checkpoint.config, backend.properties.kind
-    warnings: list[str] = []
-    dtype = _dtype(config, model_config.dtype, device, warnings)
-    vocab = min(model_config.vocab_size, tokenizer.vocab_size)
-    generation = _generation_config(checkpoint, config)
-    defaults = _sampling_defaults(generation, config)
-    plan = plan_memory(model_config, config, dtype, device, backend.memory_info())
-    warnings += plan.warnings
-    options = ModelOptions(
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        num_blocks=plan.num_blocks,
-        valid_vocab=vocab,
-        dtype=dtype,
-        page_size=plan.block_size,
-        enforce_eager=config.enforce_eager,
-        batch_invariant=config.batch_invariant,
-    )
-    model = build_model(backend, model_config, checkpoint.source, options, lambda done, total: report("weights", done, total))
-    resolved = _resolve(config, plan, dtype, device)
-    # Ids that no token has would be out of bounds in the sampler's lists.
-    eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids, *_ids(generation.get("eos_token_id"))}
+    checkpoint: Checkpoint, tokenizer: Tokenizer, backend: GpuBackend, asked: EngineConfig, report: Progress
+) -> tuple[EngineCore, ModelInfo]:
+    model, device, name = checkpoint.config, backend.properties.kind, asked.model or bundled_model().name
+    defaults, eos = _generation_config(checkpoint, asked)
+    eos |= {*model.eos_token_ids, *tokenizer.eos_token_ids}
+    vocab, warnings = min(model.vocab_size, tokenizer.vocab_size), list[str]()
+    dtype = model.dtype if asked.dtype == "auto" else asked.dtype
+    if device == "host":  # whatever the checkpoint holds: processors have no quick bf16
+        if asked.dtype not in ("auto", "float32"):
+            warnings.append(f"dtype {asked.dtype} was asked for; the host backend computes in float32")
+        dtype = "float32"
+    ahead = device == "cuda" if asked.async_scheduling is None else asked.async_scheduling
+    debug = debug_enabled() if asked.debug is None else asked.debug
+    config = replace(asked, model=name, device=device, dtype=dtype, async_scheduling=ahead, debug=debug)
+    plan = plan_memory(model, config, backend.memory_info())
+    sizes: dict[str, Any] = {"max_num_seqs": plan.slots, "max_num_batched_tokens": plan.tokens, "max_model_len": plan.length}
+    config = replace(config, **sizes)
+    sizes |= {"num_blocks": plan.num_blocks, "page_size": config.block_size, "valid_vocab": vocab}
+    sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
+    options = ModelOptions(**sizes, dtype=by_name(dtype))
+    built = build_model(backend, model, checkpoint.source, options, lambda done, total: report("weights", done, total))
     info = ModelInfo(
-        name=config.model or bundled_model().name,
-        architecture=model_config.architecture,
-        dtype=dtype.name,
+        name=name,
+        architecture=model.architecture,
+        dtype=dtype,
         device=device if device == "host" else backend.properties.name,
-        max_model_len=plan.max_model_len,
+        max_model_len=plan.length,
         vocab_size=vocab,
-        eos_token_ids=sorted(i for i in eos if 0 <= i < vocab),
+        eos_token_ids=sorted(i for i in eos if 0 <= i < vocab),  # others would be out of bounds in the sampler's lists
         sampling_defaults=defaults,
-        max_num_seqs=plan.max_num_seqs,
-        kv_tokens=plan.kv_tokens,
+        max_num_seqs=plan.slots,
+        kv_tokens=plan.num_blocks * config.block_size,
         weight_bytes=plan.weight_bytes,
-        lines=plan.lines() + resolved.lines(),
-        warnings=warnings,
+        lines=plan.lines + config.lines(),
+        warnings=warnings + plan.warnings,
     )
-    return Loaded(EngineCore(model, resolved, on_close=backend.close), tokenizer, template, info)
+    return EngineCore(built, config, on_close=backend.close), info
 
 
-def _text(checkpoint: Checkpoint, config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
-    folder = checkpoint.folder if config.tokenizer is None else Path(config.tokenizer).expanduser()
-    if folder is not None:
-        tokenizer = Tokenizer.from_folder(folder)
-        return tokenizer, ChatTemplate.from_folder(folder, tokenizer)
-    metadata = checkpoint.gguf or {}
-    tokenizer = Tokenizer.from_gguf(metadata)
-    return tokenizer, ChatTemplate.from_gguf(metadata, tokenizer)
-
-
-def _dtype(config: EngineConfig, stored: str, device: str, warnings: list[str]) -> DType:
-    """The host computes in float32 whatever the checkpoint holds: processors have no quick bf16."""
-    if device == "host":
-        if config.dtype not in ("auto", "float32"):
-            warnings.append(f"dtype {config.dtype} was asked for; the host backend computes in float32")
-        return by_name("float32")
-    return by_name(stored if config.dtype == "auto" else config.dtype)
-
-
-def _generation_config(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """The defaults that hold: of the model, of a folder, or none, under the overrides."""
+def _generation_config(checkpoint: Checkpoint, config: EngineConfig) -> tuple[dict[str, float | int], set[int]]:
+    """Sampling defaults and eos ids: of the model, of a folder, or none, under the overrides."""
     where = config.generation_config
-    if where == "auto":
-        found: dict[str, Any] = dict(checkpoint.generation_config)
-    elif where == "vllm":
-        found = {}
-    else:
+    found: dict[str, Any] = {} if where == "vllm" else dict(checkpoint.generation_config)
+    if where not in ("auto", "vllm"):
         found = dict(read_json(Path(where).expanduser() / "generation_config.json"))
-    return found | config.override_generation_config
-
-
-def _sampling_defaults(generation: dict[str, Any], config: EngineConfig) -> dict[str, float | int]:
-    given = {ours: generation[theirs] for theirs, ours in _DEFAULTS.items() if generation.get(theirs) is not None}
+    found |= config.override_generation_config
+    given: dict[str, Any] = {"max_tokens": found.get("max_new_tokens")} | {name: found.get(name) for name in _SAMPLING}
+    eos = found.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int for i in ids):
+        raise LoadError(f"generation_config: eos_token_id must be an id or a list of ids, got {eos!r}")
     try:
         checked = SamplingParams(**given)
     except RequestError as error:
-        raise LoadError(f"generation_config ({config.generation_config}): {error}") from None
-    return {name: getattr(checked, name) for name in given}
+        raise LoadError(f"generation_config ({where}): {error}") from None
+    return {name: getattr(checked, name) for name, value in given.items() if value is not None}, set(ids)
 
 
-def _ids(value: Any) -> Iterable[int]:
-    """Eos of a generation_config: none, one or several."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int for i in ids):
-        raise LoadError(f"generation_config: eos_token_id must be an id or a list of ids, got {value!r}")
-    return ids
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Capacities, and where the bytes go."""
+
+    slots: int
+    tokens: int  # a step
+    length: int  # of the context
+    block_size: int
+    num_blocks: int
+    weight_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    lines: list[tuple[str, str]]  # (what, how much) pairs to print
+    warnings: list[str]
 
 
-def _resolve(config: EngineConfig, plan: MemoryPlan, dtype: DType, device: str) -> EngineConfig:
-    return replace(
-        config,
-        model=config.model or bundled_model().name,
-        device=device,
-        dtype=dtype.name,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        async_scheduling=device == "cuda" if config.async_scheduling is None else config.async_scheduling,
-        debug=debug_enabled() if config.debug is None else config.debug,
-    )
+def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) -> MemoryPlan:
+    """From a model's shape, a machine and wishes to the number of KV blocks, slots and the context length: a pure function.
+
+    `config` has its device and dtype resolved. What was asked for and does not fit is cut, with a warning; what cannot work at
+    all is a LoadError with the numbers.
+    """
+    dtype, warnings, on_host = by_name(config.dtype), list[str](), config.device == "host"
+    asked = config.max_model_len if isinstance(config.max_model_len, int) else model.max_position
+    length = min(asked, model.max_position)
+    if asked > length:
+        warnings.append(f"max_model_len {asked} is beyond the model's {length} positions: cut to that")
+    slots, tokens = _DEFAULTS[config.device]
+    slots, tokens = config.max_num_seqs or slots, config.max_num_batched_tokens or tokens
+    weights = weight_bytes(model, dtype)
+    room = memory.free - weights - (0 if on_host else memory.total - int(memory.total * config.gpu_memory_utilization))
+    if room <= 0:
+        raise LoadError(
+            f"the weights need {_size(weights)} as {dtype}, {_size(memory.free)} of {_size(memory.total)} are free: "
+            "use a smaller model or free memory"
+        )
+
+    # State first: without a slot nothing runs. It may take half of what KV and state share.
+    g, share = model.gdn, int(room * (HOST_SHARE if on_host else 1.0))
+    dims = StateDims(0, 0, 0, 0) if g is None else StateDims(g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels)
+    per_slot = StatePlan(len(model.gdn_layers), 0, dims, dtype).nbytes  # `slots=0` counts one row: the dummy
+    sampler = model.vocab_size * 4 + model.vocab_size // 8  # counts (int32) and a mask bit per vocabulary entry
+    most = max(share // 2 // (per_slot + sampler) - 1, 1)
+    if slots > most and config.max_num_seqs is not None:
+        warnings.append(f"max_num_seqs {slots} needs {_size(slots * (per_slot + sampler))} of state: cut to {most}")
+    slots = min(slots, most)
+    state = (slots + 1) * per_slot
+    step = _step_bytes(model, max(tokens, CHUNK) + 2 * slots, slots, dtype) + (slots + 1) * sampler
+
+    group = KvGroup(model.attention_layers, dtype, model.attention.num_kv_heads, model.attention.head_dim, config.block_size)
+    if (blocks := config.num_gpu_blocks_override) is None:
+        blocks = slots * group.blocks_for(length)  # more could never be used
+        if (budget := config.kv_cache_memory_bytes) is None:
+            budget = share - state - (0 if on_host else step)
+        if group.block_bytes:
+            blocks = min(budget // group.block_bytes - 1, blocks)
+    if blocks < 1:
+        raise LoadError(
+            f"no room for a KV cache: {_size(memory.free)} are free, weights take {_size(weights)}, state {_size(state)}, "
+            f"a step {_size(step)}, and one block {_size(group.block_bytes)}"
+        )
+    if length > (fits := blocks * config.block_size) and config.max_model_len != "auto":
+        warnings.append(f"the KV cache holds {fits} tokens: max_model_len is cut from {length} to {fits}")
+    length, kv, free = min(length, fits), group.nbytes(blocks), _size(memory.free)
+    pool = f"{_size(kv)}: {blocks} blocks of {config.block_size}, {fits} tokens"
+    lines = [("weights", _size(weights)), ("KV cache", pool), ("state", f"{_size(state)}: {slots} slots")]
+    lines += [("step", f"{_size(step)}: {tokens} tokens"), ("free before", free), ("context", f"{length} tokens")]
+    return MemoryPlan(slots, tokens, length, config.block_size, blocks, weights, kv, state, lines, warnings)
+
+
+def weight_bytes(model: ModelConfig, dtype: DType) -> int:
+    """Of the placed weights; a tied head is placed a second time in the packing of a product."""
+    tied = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    return (sum(prod(shape) for shape in expected_tensors(model).values()) + tied) * dtype.itemsize
+
+
+def _step_bytes(model: ModelConfig, tokens: int, slots: int, dtype: DType) -> int:
+    """Buffers of the largest step: the residual and its norm, the widest projections, rows of logits."""
+    a, g, m = model.attention, model.gdn, model.moe
+    attention = (a.num_heads * (3 if a.gated else 2) + 2 * a.num_kv_heads) * a.head_dim
+    gdn = 2 * g.conv_channels + 2 * g.value_size if g else 0
+    mlp = 3 * m.shared_intermediate_size + m.num_experts + 4 * m.top_k if m else 0
+    widths = 3 * model.hidden_size + max(attention, gdn) + max(3 * model.intermediate_size, mlp)
+    return tokens * widths * dtype.itemsize + (slots + CHUNK) * model.vocab_size * 4
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"

@@ -1,7 +1,4 @@
-"""What travels between the engine and those who drive it (the API process over ZeroMQ, `LLM` in process): plain data.
-
-Tokens travel, never text. A request asking for `n` answers arrives as n requests.
-"""
+"""What travels between the engine and who drives it: plain data, tokens and never text. `n` answers are n requests."""
 
 from __future__ import annotations
 
@@ -28,13 +25,6 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
-    priority: int = 0
-
-
-class Abort(msgspec.Struct, tag=True):
-    """Stop these requests now. Unknown ids are ignored: the request may have finished meanwhile."""
-
-    request_ids: list[str]
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -62,7 +52,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Gauges and counters of the engine, sent with outputs and on request."""
+    """Gauges and counters of the engine. `host_seconds` are those of `step_seconds` in which it did not wait for a result."""
 
     running: int = 0
     waiting: int = 0
@@ -78,7 +68,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """What the outside needs to know of the loaded model: names, limits, defaults. Sent once by the engine process."""
+    """What the outside needs to know of the loaded model: names, limits, defaults."""
 
     name: str  # what was asked for: a folder, a file or a hub id
     architecture: str

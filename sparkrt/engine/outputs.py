@@ -18,8 +18,8 @@ class Logprob:
 class CompletionOutput:
     """One answer. `token_ids` include the stop token that ended it, `text` does not (unless asked for).
 
-    `finish_reason`: "stop" (eos, a stop id or string), "length" or "abort". `stop_reason`: the stop string or stop id; None
-    for eos. `logprobs[i]` maps token ids to log-probabilities at position i.
+    `finish_reason` ∈ stop | length | abort; `stop_reason`: the stop string or stop id, None for eos. `logprobs[i]` maps token
+    ids to log-probabilities at position i.
     """
 
     index: int

@@ -1,65 +1,71 @@
-"""Which tokens run in the next step: a pure state machine over plain data.
+"""Which tokens run in the next step: a pure state machine over plain data, which knows no model and no arrays.
 
-Arrivals, aborts and completions go in, plans come out; it knows no model and no arrays. A request waits until a state slot
-and the KV blocks of its whole life (prompt + max_tokens) are free, so that nothing admitted can run out of room later;
-requests are admitted in order of arrival and none overtakes. Each step carries every decoding request and, with what the
-token budget leaves, slices of several prompts.
-
-Counters say what was *planned*. With a step in flight they are one step ahead of what the host has read.
+A request waits until a state slot and the KV blocks of its whole life (prompt + max_tokens) are free, so that nothing admitted
+can run out of room later; requests are admitted in order of arrival and none overtakes. Each step carries every decoding
+request and, with what the token budget leaves, slices of several prompts. Counters say what was *planned*: with a step in
+flight they are one step ahead of what the host has read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
+from sparkrt.engine.messages import EngineRequest, Logprob
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
+from sparkrt.model.sequence import SequenceState
 
 CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
 
 
-@dataclass(slots=True, eq=False)
 class Job:
-    """One request as the scheduler sees it; the engine core adds its own fields in a subclass. Counts are tokens."""
+    """One request: how far it is, and what it owns. Counts are tokens."""
 
-    request_id: str
-    prompt: int
-    max_tokens: int
-    scored: bool = False  # every prompt row needs logits (prompt log-probabilities)
-    blocks: int = 0  # reserved, set by the scheduler
-    prefilled: int = 0  # prompt tokens planned
-    generated: int = 0  # sampled tokens planned
-    in_flight: int = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
-    finished: bool = False
-    served: int = -1  # the last step that gave it a fair share of prefill
+    blocks = 0  # reserved
+    prefilled = 0  # prompt tokens planned
+    generated = 0  # sampled tokens planned
+    emitted = 0  # tokens read and told: lags `generated` by the steps in flight
+    in_flight = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
+    finished = False
+    served = -1  # the last step that gave it a fair share of prefill
+    seq: SequenceState | None = None  # from admission to the end
+
+    def __init__(self, message: EngineRequest) -> None:
+        self.message, self.request_id = message, message.request_id
+        self.prompt, self.max_tokens = len(message.prompt_ids), message.max_tokens
+        self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
+        self.stop_ids = frozenset(message.stop_token_ids)
+        self.prompt_logprobs: list[Logprob | None] = [None]  # nothing precedes the first token
 
 
-J = TypeVar("J", bound=Job)
-
-
-class Slice(NamedTuple, Generic[J]):
+class Slice(NamedTuple):
     """Tokens [start, stop) of a job's prompt. `sample`: the last row yields the first token of the answer."""
 
-    job: J
+    job: Job
     start: int
     stop: int
     sample: bool
 
 
 @dataclass(slots=True)
-class Plan(Generic[J]):
-    """One step. Sampling rows in order: the decode rows, then the slices with `sample`."""
+class Plan:
+    """One step: jobs that decode, slices of prompts."""
 
-    decode: list[J] = field(default_factory=list)
-    prefill: list[Slice[J]] = field(default_factory=list)
+    decode: list[Job] = field(default_factory=list)
+    prefill: list[Slice] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
 
     @property
-    def jobs(self) -> list[J]:
-        return self.decode + [job for job, _, _, _ in self.prefill]
+    def jobs(self) -> list[Job]:
+        return self.decode + [part.job for part in self.prefill]
+
+    @property
+    def rows(self) -> list[Job]:
+        """Who gets a token, in order."""
+        return self.decode + [part.job for part in self.prefill if part.sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,83 +82,64 @@ class Limits:
         return -(-tokens // self.block_size)
 
 
-class Scheduler(Generic[J]):
+class Scheduler:
     """See the module. Order of calls in a step: `admit` until None, `plan`, `launched(plan)`, later `collected(plan)`."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.free_slots = limits.slots
-        self.free_blocks = limits.blocks
-        self.waiting: OrderedDict[str, J] = OrderedDict()
-        self.admitted: dict[str, J] = {}  # holds a slot and blocks, finished ones still in flight included
-        self._prefilling: dict[str, J] = {}
-        self._decoding: dict[str, J] = {}
+        self.limits, self.free_slots, self.free_blocks = limits, limits.slots, limits.blocks
+        self.waiting: OrderedDict[str, Job] = OrderedDict()
+        self.admitted: set[Job] = set()  # holds a slot and blocks, finished ones still in flight included
+        self._prefilling: dict[str, Job] = {}
+        self._decoding: dict[str, Job] = {}
         self._step = 0
 
-    # arrivals
-
-    def add(self, job: J) -> None:
+    def add(self, job: Job) -> None:
         """Queue a request. Raises RequestError at once when it could never run."""
-        blocks = self.limits.blocks_for(job.prompt + job.max_tokens)
-        if blocks > self.limits.blocks:
-            room = self.limits.blocks * self.limits.block_size
-            raise RequestError(
-                f"the request needs room for {job.prompt + job.max_tokens} tokens "
-                f"(prompt {job.prompt} + max_tokens {job.max_tokens}); the KV cache holds {room}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        job.blocks = blocks
+        job.blocks, room = self.limits.blocks_for(job.prompt + job.max_tokens), self.limits.blocks * self.limits.block_size
+        if job.blocks > self.limits.blocks:
+            numbers = f"prompt {job.prompt} + max_tokens {job.max_tokens}"
+            text = f"the request needs room for {job.prompt + job.max_tokens} tokens ({numbers}); the KV cache holds {room}"
+            raise RequestError(text, param="max_tokens", code="context_length_exceeded")
         self.waiting[job.request_id] = job
 
-    def admit(self) -> J | None:
+    def admit(self) -> Job | None:
         """The longest waiting request, its slot and blocks now reserved; None when there is none or no room for it."""
-        if not self.waiting:
+        job = next(iter(self.waiting.values()), None)
+        if job is None or self.free_slots < 1 or job.blocks > self.free_blocks:
             return None
-        job = next(iter(self.waiting.values()))
-        if self.free_slots < 1 or job.blocks > self.free_blocks:
-            return None
-        del self.waiting[job.request_id]
-        self.claim(job.blocks)
-        self.admitted[job.request_id] = self._prefilling[job.request_id] = job
+        self.claim(job)
+        self._prefilling[job.request_id] = self.waiting.pop(job.request_id)
         return job
 
-    def claim(self, blocks: int) -> None:
-        """Take a slot and `blocks` blocks out of the books: an admission, or a decode loop beside the requests."""
-        if self.free_slots < 1 or blocks > self.free_blocks:
-            raise CapacityError(
-                f"no room now: {self.free_slots} of {self.limits.slots} slots and {self.free_blocks} of {self.limits.blocks} "
-                f"KV blocks are free, 1 and {blocks} are needed"
+    def claim(self, job: Job) -> None:
+        """Take a slot and blocks out of the books: for an admission, or for a decode loop beside the requests."""
+        job.blocks = self.limits.blocks_for(job.prompt + job.max_tokens)
+        if self.free_slots < 1 or job.blocks > self.free_blocks:
+            slots, blocks = (
+                f"{self.free_slots} of {self.limits.slots} slots",
+                f"{self.free_blocks} of {self.limits.blocks} KV blocks",
             )
+            raise CapacityError(f"no room now: {slots} and {blocks} are free, 1 and {job.blocks} are needed")
         self.free_slots -= 1
-        self.free_blocks -= blocks
+        self.free_blocks -= job.blocks
+        self.admitted.add(job)
 
-    def unclaim(self, blocks: int) -> None:
-        self.free_slots += 1
-        self.free_blocks += blocks
+    def plan(self) -> Plan:
+        """What the next step should run; changes nothing but which job is served next, so a failed launch needs no undoing.
 
-    # steps
-
-    def plan(self) -> Plan[J]:
-        """What the next step should run; changes nothing but which job is served next, so a failed launch needs no undoing."""
-        plan = Plan[J](decode=list(self._decoding.values()))
-        if self._prefilling:
-            self._plan_prefill(plan)
-        return plan
-
-    def _plan_prefill(self, plan: Plan[J]) -> None:
-        """Share what decode leaves of the budget: half to the prompts nearest to their end, so that short ones overtake long
-        ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest.
-
-        At least one chunk runs in every step, even under a budget smaller than that.
+        Prompts share what decode leaves of the budget: half goes to those nearest to their end, so that short ones overtake
+        long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
+        least one chunk runs in every step, even under a budget smaller than that.
         """
-        budget = max(self.limits.budget - len(plan.decode), CHUNK)
-        scored_rows = self.limits.scored_rows
+        plan = Plan(list(self._decoding.values()))
+        if not self._prefilling:
+            return plan
+        budget, scored_rows = max(self.limits.budget - len(plan.decode), CHUNK), self.limits.scored_rows
         nearest = sorted(self._prefilling.values(), key=lambda job: job.prompt - job.prefilled)
         stops: dict[str, int] = {}
         self._step += 1
 
-        def grant(job: J, tokens: int) -> int:
+        def grant(job: Job, tokens: int) -> int:
             nonlocal scored_rows
             start = stops.get(job.request_id, job.prefilled)
             stop = min(start + (min(tokens, scored_rows) if job.scored else tokens), job.prompt)
@@ -160,8 +147,7 @@ class Scheduler(Generic[J]):
                 stop -= stop % CHUNK
             if stop <= start:
                 return 0
-            if job.scored:
-                scored_rows -= stop - start
+            scored_rows -= stop - start if job.scored else 0
             stops[job.request_id] = stop
             return stop - start
 
@@ -179,8 +165,9 @@ class Scheduler(Generic[J]):
         for job in self._prefilling.values():
             if stop := stops.get(job.request_id):
                 plan.prefill.append(Slice(job, job.prefilled, stop, stop == job.prompt and job.max_tokens > 0))
+        return plan
 
-    def launched(self, plan: Plan[J]) -> None:
+    def launched(self, plan: Plan) -> None:
         """The step is on its way: advance the cursors. From here until `collected` they are one step ahead of the host."""
         for job in plan.decode:
             job.in_flight += 1
@@ -197,53 +184,42 @@ class Scheduler(Generic[J]):
                 if job.generated < job.max_tokens:
                     self._decoding[job.request_id] = job
 
-    def collected(self, plan: Plan[J]) -> list[J]:
+    def collected(self, plan: Plan) -> list[Job]:
         """The step was read. Returns the finished jobs that no step carries any more: their resources are free now."""
-        released = []
-        for job in plan.jobs:
+        for job in (jobs := plan.jobs):
             job.in_flight -= 1
-            if job.finished and not job.in_flight:
-                self._release(job)
-                released.append(job)
-        return released
+        return [job for job in jobs if job.finished and self.release(job)]
 
-    def finish(self, job: J) -> bool:
-        """The request ended, for whatever reason and at any moment. True if its resources were held and are free now; a job
-        in flight keeps them until the last step that carries it is collected.
+    def finish(self, job: Job) -> bool:
+        """The request ended, at any moment. True if its resources were held and are free now; those of a job in flight will be
+        when the last step that carries it is collected.
         """
         job.finished = True
         self._prefilling.pop(job.request_id, None)
         self._decoding.pop(job.request_id, None)
-        if self.waiting.pop(job.request_id, None) is not None or job.in_flight:
+        return self.waiting.pop(job.request_id, None) is None and self.release(job)
+
+    def release(self, job: Job) -> bool:
+        """Enter slot and blocks of a job again, unless it is in flight."""
+        if job.in_flight:
             return False
-        self._release(job)
+        self.admitted.remove(job)
+        self.free_slots += 1
+        self.free_blocks += job.blocks
         return True
 
-    def _release(self, job: J) -> None:
-        del self.admitted[job.request_id]
-        self.unclaim(job.blocks)
-
-    # questions
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether `plan` would give something, new admissions aside."""
-        return bool(self._decoding or self._prefilling)
-
-    def check_integrity(self, claimed: int = 0, claimed_blocks: int = 0) -> None:
-        """free + owned = total, for slots and blocks; cursors in range. `claimed` are those of decode loops."""
-        owned = sum(job.blocks for job in self.admitted.values())
-        slots = (self.free_slots, len(self.admitted) + claimed, self.limits.slots)
-        blocks = (self.free_blocks, owned + claimed_blocks, self.limits.blocks)
-        for what, (free, taken, total) in (("slots", slots), ("blocks", blocks)):
-            if free < 0 or free + taken != total:
-                raise EngineFatal(f"scheduler: {free} free + {taken} owned {what}, {total} in all")
-        for job in self.admitted.values():
+    def check_integrity(self) -> None:
+        """free + owned = total, for slots and blocks; cursors in range."""
+        slots = ("slots", self.free_slots, len(self.admitted), self.limits.slots)
+        blocks = ("blocks", self.free_blocks, sum(job.blocks for job in self.admitted), self.limits.blocks)
+        for what, free, owned, total in (slots, blocks):
+            if free < 0 or free + owned != total:
+                raise EngineFatal(f"scheduler: {free} free + {owned} owned {what}, {total} in all")
+        for job in self.admitted:
             tokens = job.prefilled + job.generated
             if not 0 <= tokens <= job.blocks * self.limits.block_size or job.in_flight < 0:
                 raise EngineFatal(f"scheduler: {job.request_id} is at token {tokens} of {job.blocks} blocks")
             if job.finished and not job.in_flight:
                 raise EngineFatal(f"scheduler: {job.request_id} finished and still owns a slot")
-        for job in self.waiting.values():
-            if job.finished or job.request_id in self.admitted:
-                raise EngineFatal(f"scheduler: {job.request_id} waits although it was admitted or ended")
+        if any(job.finished or job in self.admitted for job in self.waiting.values()):
+            raise EngineFatal("scheduler: a request waits although it was admitted or ended")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkrt.engine import decode_loop
+from sparkrt.engine.llm import BatchDecodeLoop, DecodeLoop
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.runtime.backend import OutOfMemory
 from tests.engine.fake_model import FakeModel
@@ -19,11 +19,11 @@ def llm(core):
 
 
 def loop_of(core, request):
-    return decode_loop.DecodeLoop(llm(core), request)
+    return DecodeLoop(llm(core), request)
 
 
 def loops_of(core, requests):
-    return decode_loop.BatchDecodeLoop(llm(core), requests)
+    return BatchDecodeLoop(llm(core), requests)
 
 
 @DEPTHS

@@ -7,7 +7,6 @@ import pytest
 import sparkrt
 from sparkrt.engine import llm as llm_module
 from sparkrt.engine.core import EngineCore
-from sparkrt.engine.loading import Loaded
 from sparkrt.errors import CapacityError, LoadError, RequestError, SparkrtError
 from sparkrt.model.batch import SamplerParams
 from sparkrt.model.checkpoint import bundled_model
@@ -27,7 +26,7 @@ def llm(request, monkeypatch):
     model = FakeModel(slots=4, vocab=VOCAB, context=512)
     core = EngineCore(model, config(async_scheduling=request.param))
     about = info(model, eos_token_ids=list(TOKENIZER.eos_token_ids), sampling_defaults={"temperature": 0.7, "top_k": 20})
-    loaded = Loaded(core, TOKENIZER, ChatTemplate.from_folder(bundled_model(), TOKENIZER), about)
+    loaded = core, TOKENIZER, ChatTemplate.from_folder(bundled_model(), TOKENIZER), about
     monkeypatch.setattr(llm_module, "load", lambda config, progress: loaded)
     with LLM() as llm:
         yield llm

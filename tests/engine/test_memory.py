@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from sparkrt.engine.config import EngineConfig
-from sparkrt.engine.memory import HOST_SHARE, plan_memory, weight_bytes
+from sparkrt.engine.loading import HOST_SHARE, plan_memory, weight_bytes
 from sparkrt.errors import LoadError
 from sparkrt.model.config import AttentionConfig, GdnConfig, LayerConfig, ModelConfig, RopeConfig
 from sparkrt.runtime.backend import MemoryInfo
-from sparkrt.runtime.dtypes import bfloat16, float32
+from sparkrt.runtime.dtypes import float32
 
 GIB = 1 << 30
 HYBRID = ModelConfig(
@@ -28,47 +28,47 @@ HYBRID = ModelConfig(
 )
 
 
-def plan(model=HYBRID, free=8 * GIB, device="host", dtype=float32, **options):
-    return plan_memory(model, EngineConfig(**options), dtype, device, MemoryInfo(free, 16 * GIB, 0))
+def plan(model=HYBRID, free=8 * GIB, **options):
+    return plan_memory(model, EngineConfig(**{"device": "host", "dtype": "float32", **options}), MemoryInfo(free, 16 * GIB, 0))
 
 
 def test_a_small_model_gets_all_it_can_use():
     p = plan()
-    assert (p.max_num_seqs, p.max_model_len, p.block_size) == (32, 4096, 64)
+    assert (p.slots, p.length, p.block_size) == (32, 4096, 64)
     assert p.num_blocks == 32 * 4096 // 64  # never more than all slots can fill
-    assert p.kv_tokens == 32 * 4096
-    assert p.warnings == ()
-    assert all(isinstance(a, str) and isinstance(b, str) for a, b in p.lines())
+    assert p.num_blocks * p.block_size == 32 * 4096
+    assert p.warnings == []
+    assert all(isinstance(a, str) and isinstance(b, str) for a, b in p.lines)
 
 
 def test_the_host_pool_is_a_bounded_share():
     p = plan(replace(HYBRID, max_position=10**7), free=GIB)
     assert p.kv_bytes + p.state_bytes <= HOST_SHARE * GIB
-    assert p.max_model_len == p.kv_tokens < 10**7
+    assert p.length == p.num_blocks * p.block_size < 10**7
     assert "max_model_len is cut from 10000000" in p.warnings[0]
 
 
 def test_auto_length_is_what_fits_without_a_warning():
     p = plan(replace(HYBRID, max_position=10**7), free=GIB, max_model_len="auto")
-    assert (p.max_model_len, p.warnings) == (p.kv_tokens, ())
+    assert (p.length, p.warnings) == (p.num_blocks * p.block_size, [])
 
 
 def test_wishes_are_kept_or_cut_with_a_warning():
     assert plan(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64).num_blocks == 3 * 2
     p = plan(max_model_len=5000)
-    assert p.max_model_len == 4096
+    assert p.length == 4096
     assert "beyond the model's 4096" in p.warnings[0]
     p = plan(free=64 << 20, max_num_seqs=5000)
-    assert p.max_num_seqs < 5000
+    assert p.slots < 5000
     assert "max_num_seqs 5000" in p.warnings[0]
     p = plan(num_gpu_blocks_override=10)
-    assert (p.num_blocks, p.max_model_len) == (10, 640)
+    assert (p.num_blocks, p.length) == (10, 640)
     assert plan(kv_cache_memory_bytes="1M").kv_bytes <= 1 << 20
 
 
 def test_more_slots_than_fit_by_default_is_no_fault():
     p = plan(free=2 << 20)
-    assert 1 <= p.max_num_seqs < 32
+    assert 1 <= p.slots < 32
     assert not [w for w in p.warnings if "max_num_seqs" in w]
 
 
@@ -82,16 +82,16 @@ def test_what_cannot_work_is_refused_with_numbers():
 
 def test_a_gpu_is_used_up_to_the_utilization():
     big = replace(HYBRID, max_position=10**7)
-    p = plan(big, free=12 * GIB, device="cuda", dtype=bfloat16, gpu_memory_utilization=0.5)
+    p = plan(big, free=12 * GIB, device="cuda", dtype="bfloat16", gpu_memory_utilization=0.5)
     used = 4 * GIB + p.weight_bytes + p.kv_bytes + p.state_bytes
     assert 7 * GIB < used <= 8 * GIB
-    assert p.max_num_seqs == 256
+    assert p.slots == 256
 
 
 def test_a_model_without_attention_needs_no_pool():
     p = plan(replace(HYBRID, layers=(LayerConfig("gdn", "dense"),)))
     assert p.kv_bytes == 0
-    assert p.max_model_len == 4096
+    assert p.length == 4096
 
 
 def test_a_tied_head_is_counted_twice():

@@ -12,7 +12,6 @@ import pytest
 
 from sparkrt import LLM, SamplingParams
 from sparkrt.engine.config import EngineConfig, load_engine, load_text
-from sparkrt.engine.loading import load
 from sparkrt.errors import LoadError
 from tests import rigs
 
@@ -190,9 +189,9 @@ def test_stop_strings_across_tokens(r1):
 
 def test_generation_config_options(tmp_path):
     def defaults(**options):
-        loaded = load(EngineConfig(max_model_len=64, max_num_seqs=1, **options))
-        loaded.core.close()
-        return loaded.info
+        core, _, info = load_engine(EngineConfig(max_model_len=64, max_num_seqs=1, **options))
+        core.close()
+        return info
 
     assert defaults(generation_config="vllm").sampling_defaults == {}
     changed = defaults(override_generation_config={"temperature": 0.1, "max_new_tokens": 50})

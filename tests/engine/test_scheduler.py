@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkrt.engine.scheduler import CHUNK, Job, Limits, Scheduler
-from sparkrt.engine.simulate import Arrival, random_arrivals, simulate
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
+from tests.engine.simulate import Arrival, job_of, random_arrivals, simulate
 
 
 def limits(**changes: int) -> Limits:
     return Limits(**{"slots": 8, "blocks": 256, "block_size": 64, "budget": 512, "scored_rows": 64, **changes})
 
 
-def scheduler_with(lengths: list[tuple[int, int]], **changes: int) -> tuple[Scheduler[Job], list[Job]]:
-    scheduler = Scheduler[Job](limits(**changes))
-    jobs = [Job(str(i), prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(lengths)]
+def scheduler_with(lengths: list[tuple[int, int]], **changes: int) -> tuple[Scheduler, list[Job]]:
+    scheduler = Scheduler(limits(**changes))
+    jobs = [job_of(i, prompt, max_tokens) for i, (prompt, max_tokens) in enumerate(lengths)]
     for job in jobs:
         scheduler.add(job)
     while scheduler.admit():
@@ -27,7 +27,7 @@ def scheduler_with(lengths: list[tuple[int, int]], **changes: int) -> tuple[Sche
     return scheduler, jobs
 
 
-def slices(scheduler: Scheduler[Job]) -> list[tuple[str, int, int]]:
+def slices(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     plan = scheduler.plan()
     scheduler.launched(plan)
     scheduler.collected(plan)
@@ -88,10 +88,10 @@ def test_equal_prompts_finish_one_after_the_other():
 
 
 def test_scored_prompts_stay_within_the_rows_of_logits():
-    scheduler = Scheduler[Job](limits())
+    scheduler = Scheduler(limits())
     for i in range(3):
-        scheduler.add(Job(str(i), 200, 0, scored=True))
-    scheduler.add(Job("plain", 200, 1))
+        scheduler.add(job_of(i, 200, 0, scored=True))
+    scheduler.add(job_of("plain", 200, 1))
     while scheduler.admit():
         pass
     seen = set()
@@ -105,14 +105,14 @@ def test_scored_prompts_stay_within_the_rows_of_logits():
 
 def test_admission_reserves_the_whole_life():
     scheduler, jobs = scheduler_with([(64, 64), (1, 63), (64, 65)], blocks=5)
-    assert [job.request_id for job in scheduler.admitted.values()] == ["0", "1"]
+    assert scheduler.admitted == set(jobs[:2])
     assert [job.blocks for job in jobs] == [2, 1, 3]
     assert scheduler.free_blocks == 2
 
 
 def test_nobody_overtakes_the_head_of_the_queue():
-    scheduler, _ = scheduler_with([(64, 64), (200, 100), (1, 1)], blocks=6)
-    assert list(scheduler.admitted) == ["0"]
+    scheduler, jobs = scheduler_with([(64, 64), (200, 100), (1, 1)], blocks=6)
+    assert scheduler.admitted == {jobs[0]}
     assert list(scheduler.waiting) == ["1", "2"]
 
 
@@ -123,19 +123,19 @@ def test_slots_limit_too():
 
 def test_what_can_never_fit_is_refused_with_numbers():
     # S01
-    scheduler = Scheduler[Job](limits(blocks=10))
+    scheduler = Scheduler(limits(blocks=10))
     with pytest.raises(RequestError, match=r"prompt 600 \+ max_tokens 41.*holds 640") as caught:
-        scheduler.add(Job("big", 600, 41))
+        scheduler.add(job_of("big", 600, 41))
     assert caught.value.param == "max_tokens"
     assert not scheduler.waiting
-    scheduler.add(Job("fits", 600, 40))
+    scheduler.add(job_of("fits", 600, 40))
     assert scheduler.admit()
 
 
 @pytest.mark.parametrize("moment", ["waiting", "admitted", "prefill in flight", "decoding", "decode in flight", "two in flight"])
 def test_finish_at_every_moment(moment):
-    scheduler = Scheduler[Job](limits())
-    job = Job("a", 100, 10)
+    scheduler = Scheduler(limits())
+    job = job_of("a", 100, 10)
     scheduler.add(job)
     flying = []
 
@@ -176,15 +176,16 @@ def test_slot_is_kept_while_a_step_in_flight_uses_it():
 
 
 def test_claims_are_counted():
-    scheduler = Scheduler[Job](limits(slots=2, blocks=10))
-    scheduler.claim(4)
-    scheduler.check_integrity(1, 4)
-    with pytest.raises(EngineFatal, match="0 owned"):
-        scheduler.check_integrity()
-    with pytest.raises(CapacityError, match="6 of 10"):
-        scheduler.claim(7)
-    scheduler.unclaim(4)
+    scheduler = Scheduler(limits(slots=2, blocks=10))
+    claimed = job_of("a", 200, 56)
+    scheduler.claim(claimed)
     scheduler.check_integrity()
+    assert (scheduler.free_slots, scheduler.free_blocks) == (1, 6)
+    with pytest.raises(CapacityError, match="6 of 10"):
+        scheduler.claim(job_of("b", 385, 1))
+    assert scheduler.release(claimed)
+    scheduler.check_integrity()
+    assert (scheduler.free_slots, scheduler.free_blocks) == (2, 10)
 
 
 def test_integrity_notices_a_leak():

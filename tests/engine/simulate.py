@@ -9,6 +9,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from sparkrt.engine.messages import EngineRequest
 from sparkrt.engine.scheduler import CHUNK, Job, Limits, Plan, Scheduler
 from sparkrt.errors import RequestError
 
@@ -36,15 +37,21 @@ class Report:
     steps: int = 0
 
 
+def job_of(name: object, prompt: int, max_tokens: int, scored: bool = False) -> Job:
+    """A request of these many tokens, whatever they say."""
+    wanted = 0 if scored else None
+    return Job(EngineRequest(request_id=str(name), prompt_ids=[0] * prompt, max_tokens=max_tokens, prompt_logprobs=wanted))
+
+
 def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
     """Run until everything ended. `depth` 1 reads a step after the next one is launched. Raises EngineFatal on a broken book
     and AssertionError on a plan that breaks a promise.
     """
-    scheduler, report = Scheduler[Job](limits), Report()
+    scheduler, report = Scheduler(limits), Report()
     coming = deque(sorted(enumerate(arrivals), key=lambda pair: pair[1].step))
     aborts = sorted((a.aborted, i) for i, a in enumerate(arrivals) if a.aborted is not None)
     live: dict[int, Job] = {}
-    in_flight: deque[Plan[Job]] = deque()
+    in_flight: deque[Plan] = deque()
 
     def end(index: int, reason: str) -> None:
         scheduler.finish(live.pop(index))
@@ -53,7 +60,7 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
     while coming or live or in_flight:
         while coming and coming[0][1].step <= report.steps:
             index, arrival = coming.popleft()
-            live[index] = Job(str(index), arrival.prompt, arrival.max_tokens, arrival.scored)
+            live[index] = job_of(index, arrival.prompt, arrival.max_tokens, arrival.scored)
             try:
                 scheduler.add(live[index])
             except RequestError:
@@ -89,7 +96,7 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
     return report
 
 
-def _check(plan: Plan[Job], limits: Limits) -> None:
+def _check(plan: Plan, limits: Limits) -> None:
     jobs = plan.jobs
     assert len({job.request_id for job in jobs}) == len(jobs) <= limits.slots
     prompt_tokens = sum(s.stop - s.start for s in plan.prefill)
