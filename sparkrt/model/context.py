@@ -31,10 +31,11 @@ class StepShape:
 
 
 class Reservation:
-    """Collects what layers need of scratch for `tokens` rows; the widest request for a name wins."""
+    """Collects what layers need of scratch for `tokens` rows of `sequences`; the widest request for a name wins."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, sequences: int) -> None:
         self.tokens = tokens
+        self.sequences = sequences
         self.sizes: dict[str, tuple[int, DType | None]] = {}
 
     def rows(self, name: str, width: int, dtype: DType | None = None) -> None:

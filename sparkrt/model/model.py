@@ -327,7 +327,7 @@ class HybridModel:
     # --- construction and end ---------------------------------------------------------------------------------------------
     def _scratch(self) -> Scratch:
         c, o = self.config, self.options
-        reservation = Reservation(o.max_tokens)
+        reservation = Reservation(o.max_tokens, o.max_rows)
         for name in ("residual", "normed", "delta"):
             reservation.rows(name, c.hidden_size)
         reservation.rows("ids", 1, I32)

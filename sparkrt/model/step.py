@@ -5,7 +5,7 @@ A graph's key is (row bucket, sampler kind) and nothing about occupants: slots, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ class Decoder:
     """The network itself: embedding, layers over a residual, final norm, head."""
 
     embedding: Embedding
-    layers: list[TransformerLayer]
+    layers: Sequence[TransformerLayer]
     residual: Residual
     norm: Norm
     head: Linear

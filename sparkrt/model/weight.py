@@ -102,6 +102,10 @@ class Linear:
     delta: Delta | None = None
 
     @property
+    def on_device(self) -> bool:
+        return self.segments[0].weight.packing == "nk"
+
+    @property
     def out_features(self) -> int:
         return sum(s.rows for s in self.segments)
 
@@ -132,8 +136,21 @@ class Experts:
     down: Weight
     delta: Delta | None = None
 
-    def __call__(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray, ids: DeviceArray, weights: DeviceArray) -> None:
-        ctx.launch(MOE_EXPERTS, out, x, self.gate_up.payload, self.down.payload, ids, weights)
+    @property
+    def on_device(self) -> bool:
+        """Kernels sort tokens by expert in a workspace; the host needs none."""
+        return self.gate_up.packing == "nk"
+
+    def __call__(
+        self,
+        ctx: ForwardContext,
+        out: DeviceArray,
+        x: DeviceArray,
+        ids: DeviceArray,
+        weights: DeviceArray,
+        workspace: DeviceArray | None,
+    ) -> None:
+        ctx.launch(MOE_EXPERTS, out, x, self.gate_up.payload, self.down.payload, ids, weights, workspace)
         if self.delta is not None:
             self.delta.add(ctx, out, x)
 

@@ -5,6 +5,7 @@ Generated from the registry. The reference sees the values the device sees: inpu
 
 from __future__ import annotations
 
+import inspect
 import secrets
 
 import numpy as np
@@ -96,8 +97,9 @@ def check(backend: CudaBackend, op: Operator, case: Case, activation: DType, wid
         error, scale = np.linalg.norm(out[finite] - ref[finite]), np.linalg.norm(ref[finite])
         limit = tolerance(op, activation, kind)
         assert error <= limit * scale, f"output {i}: relative error {error / scale:.2e}, allowed {limit:g}"
+    names = list(inspect.signature(op.host).parameters)
     for i, (old, new) in enumerate(zip(args, back, strict=True)):
-        if isinstance(old, np.ndarray) and i not in case.outputs:
+        if isinstance(old, np.ndarray) and i not in case.outputs and names[i] != "workspace":
             assert np.array_equal(old, new, equal_nan=old.dtype.kind == "f"), f"input {i} was modified"
 
 

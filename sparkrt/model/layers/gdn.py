@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from sparkrt.model.context import F32
 from sparkrt.ops.conv import CONV_PREFILL, CONV_STEP
-from sparkrt.ops.gdn import GDN_GATES, GDN_PREFILL, GDN_STEP
+from sparkrt.ops.gdn import GDN_GATES, GDN_PREFILL, GDN_STEP, workspace_words
 from sparkrt.ops.norm import GATED_RMS_NORM
+from sparkrt.runtime.dtypes import uint32
 
 if TYPE_CHECKING:
     from sparkrt.model.config import GdnConfig
@@ -39,6 +40,9 @@ class GatedDeltaNet:
         reservation.rows("beta", c.num_v_heads, F32)
         reservation.rows("mixed", c.value_size)
         reservation.rows("gated", c.value_size)
+        if self.in_proj.on_device:
+            words = workspace_words(reservation.tokens, reservation.sequences, c.num_v_heads)
+            reservation.elements("gdn_workspace", words, uint32)
 
     def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
         c, plan, tokens, decode = self.config, ctx.plan, ctx.tokens, ctx.shape.decode
@@ -67,8 +71,14 @@ class GatedDeltaNet:
             ctx.launch(
                 GDN_PREFILL,
                 *(mixed.rows(decode, tokens), state, None, qkv_p, g.rows(decode, tokens), beta.rows(decode, tokens)),
-                *(slots, cu, starts, None, c.num_k_heads),
+                *(slots, cu, starts, None, c.num_k_heads, self._workspace(ctx, ctx.shape.prefill, n)),
             )
         gated = ctx.buffer("gated", tokens, c.value_size)
         ctx.launch(GATED_RMS_NORM, gated, mixed, proj, self.norm, z_col, self.eps)
         self.out(ctx, out, gated)
+
+    def _workspace(self, ctx: ForwardContext, tokens: int, slices: int) -> DeviceArray | None:
+        """Where the prefill kernels keep what a chunk's state does not decide; the host needs none."""
+        if not self.in_proj.on_device:
+            return None
+        return ctx.buffer("gdn_workspace", workspace_words(tokens, slices, self.config.num_v_heads))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from sparkrt.model.context import F32, I32
 from sparkrt.ops.activation import ADD_SIGMOID_GATED, SWIGLU
-from sparkrt.ops.moe import ROUTER_TOPK
+from sparkrt.ops.moe import ROUTER_TOPK, workspace_words
+from sparkrt.runtime.dtypes import uint32
 
 if TYPE_CHECKING:
     from sparkrt.model.config import MoeConfig
@@ -57,6 +58,8 @@ class MixtureOfExperts:
         reservation.rows("router", self.config.num_experts, F32)
         reservation.rows("expert_weights", self.config.top_k, F32)
         reservation.rows("expert_ids", self.config.top_k, I32)
+        if self.experts.on_device:
+            reservation.elements("experts_workspace", self._workspace(reservation.tokens), uint32)
         if self.shared is not None:
             self.shared.mlp.reserve(reservation)
             reservation.rows("shared", self.shared.mlp.down.out_features)
@@ -68,10 +71,15 @@ class MixtureOfExperts:
         weights, ids = ctx.buffer("expert_weights", tokens, k), ctx.buffer("expert_ids", tokens, k)
         self.router(ctx, logits, x)
         ctx.launch(ROUTER_TOPK, weights, ids, logits, int(self.config.renormalize))
-        self.experts(ctx, out, x, ids, weights)
+        workspace = ctx.buffer("experts_workspace", self._workspace(tokens)) if self.experts.on_device else None
+        self.experts(ctx, out, x, ids, weights, workspace)
         if self.shared is not None:
             gate = ctx.buffer("shared_gate", tokens, 1)
             shared = ctx.buffer("shared", tokens, ctx.hidden_size)
             self.shared.gate(ctx, gate, x)
             self.shared.mlp.forward(ctx, shared, x)
             ctx.launch(ADD_SIGMOID_GATED, out, shared, gate)
+
+    def _workspace(self, tokens: int) -> int:
+        experts, hidden, width = self.experts.down.shape
+        return workspace_words(tokens, self.config.top_k, experts, hidden, width, self.experts.down.format.itemsize)
