@@ -36,15 +36,16 @@ class Reservation:
     def __init__(self, tokens: int, sequences: int) -> None:
         self.tokens = tokens
         self.sequences = sequences
-        self.sizes: dict[str, tuple[int, DType | None]] = {}
+        self.sizes: dict[str, tuple[int, DType | None, bool]] = {}
 
     def rows(self, name: str, width: int, dtype: DType | None = None) -> None:
         """`tokens` rows of `width` elements; dtype None: that of activations."""
         self.elements(name, self.tokens * width, dtype)
 
-    def elements(self, name: str, count: int, dtype: DType | None = None) -> None:
-        have, _ = self.sizes.get(name, (0, None))
-        self.sizes[name] = (max(have, count), dtype)
+    def elements(self, name: str, count: int, dtype: DType | None = None, zeroed: bool = False) -> None:
+        """`zeroed` once, at the start: counters that kernels leave as they found them."""
+        have, _, _ = self.sizes.get(name, (0, None, False))
+        self.sizes[name] = (max(have, count), dtype, zeroed)
 
 
 class Scratch:
@@ -55,8 +56,8 @@ class Scratch:
 
     def __init__(self, owner: Owner, activation: DType, reservation: Reservation) -> None:
         self._buffers = {
-            name: owner.empty((count,), dtype or activation, f"scratch.{name}")
-            for name, (count, dtype) in reservation.sizes.items()
+            name: (owner.zeros if zeroed else owner.empty)((count,), dtype or activation, f"scratch.{name}")
+            for name, (count, dtype, zeroed) in reservation.sizes.items()
         }
         self._cuts: dict[tuple[str, tuple[int, ...]], DeviceArray] = {}
 

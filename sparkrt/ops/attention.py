@@ -64,8 +64,20 @@ def paged_attention_prefill_ref(
     return out, None if lse is None else every_lse
 
 
+def decode_workspace_words(heads: int, kv_heads: int, head_dim: int) -> int:
+    """32-bit words a row that PAGED_ATTENTION_DECODE wants of a device: counters, then outputs, maxima and sums of 8 groups."""
+    return kv_heads * 8 + heads * 8 * (head_dim + 2)
+
+
 def paged_attention_decode_ref(
-    q: Array, k_pool: Array, v_pool: Array, block_tables: Array, slots: Array, kv_len: Array, scale: float
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    slots: Array,
+    kv_len: Array,
+    scale: float,
+    workspace: Array | None = None,
 ) -> Array:
     out = np.zeros_like(q)
     for row, (slot, length) in enumerate(zip(slots, kv_len, strict=True)):
@@ -114,6 +126,8 @@ def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
         pools[:, tables[slot, max(count - 1, 0)], :, length - (count - 1) * s.page :] = np.nan
     bias = normal(rng, (s.Hq, s.T, kv_len.max())) if s.bias else None
     given = {"k_pool": pools[0], "v_pool": pools[1], "block_tables": tables, "slots": slots, "kv_len": kv_len, "bias": bias}
+    if s.B:
+        given["workspace"] = np.zeros((s.B, decode_workspace_words(s.Hq, s.Hkv, s.D)), np.float32)
     return given | {"scale": s.D**-0.5}
 
 
@@ -156,6 +170,7 @@ PAGED_ATTENTION_PREFILL = Operator(
     T=256 ctx=1792 Hq=16 Hkv=2 D=256 page=64""",
     inputs=_inputs,
     work=_work,
+    cuda="spark_paged_attention_prefill",
 )
 
 PAGED_ATTENTION_DECODE = Operator(
@@ -163,8 +178,9 @@ PAGED_ATTENTION_DECODE = Operator(
     """Attention of one query a sequence over its whole cache. A row of kv_len 0 is padding and gives zeros.
 
     out A [B, Hq, D] ← q A [B, Hq, D], k_pool and v_pool A [P, Hkv, page, D], block_tables i32 [slots, max blocks],
-    slots i32 [B], kv_len i32 [B], scale
+    slots i32 [B], kv_len i32 [B], scale, workspace f32 [B, decode_workspace_words(…)] or none
     out = softmax(scale · q·kᵀ) · v
+    On a device a workspace, zeros at first, lets more of it share a long row.
     """,
     paged_attention_decode_ref,
     paged_attention_decode,
@@ -175,6 +191,7 @@ PAGED_ATTENTION_DECODE = Operator(
     B=1 L=2048 Hq=16 Hkv=2 D=256 page=64""",
     inputs=_inputs,
     work=_work,
+    cuda="spark_paged_attention_decode",
 )
 
 MERGE_ATTENTION = Operator(

@@ -121,7 +121,15 @@ def _run(pages: Array) -> slice | Array:
 
 
 def paged_attention_decode(
-    out: Array, q: Array, k_pool: Array, v_pool: Array, block_tables: Array, slots: Array, kv_len: Array, scale: float
+    out: Array,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_tables: Array,
+    slots: Array,
+    kv_len: Array,
+    scale: float,
+    workspace: Array | None = None,
 ) -> None:
     """Row by row. Products go page by page, so that a run of pages is read where it lies; nothing beyond a length is read."""
     rows, heads, dim = q.shape

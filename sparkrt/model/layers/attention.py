@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparkrt.ops.attention import PAGED_ATTENTION_DECODE, PAGED_ATTENTION_PREFILL, SIGMOID_GATE
+from sparkrt.model.context import F32
+from sparkrt.ops.attention import PAGED_ATTENTION_DECODE, PAGED_ATTENTION_PREFILL, SIGMOID_GATE, decode_workspace_words
 from sparkrt.ops.qkv import QK_NORM_ROPE_APPEND
 
 if TYPE_CHECKING:
@@ -33,11 +34,17 @@ class Attention:
     norm_offset: float
     mask: int = CAUSAL
 
+    @property
+    def _words(self) -> int:
+        return decode_workspace_words(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
+
     def reserve(self, reservation: Reservation) -> None:
         heads = self.config.num_heads * self.config.head_dim
         reservation.rows("proj", self.qkv.out_features)
         reservation.rows("q", heads)
         reservation.rows("mixed", heads)
+        if self.qkv.on_device:
+            reservation.elements("attention_workspace", reservation.sequences * self._words, F32, zeroed=True)
 
     def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
         c, plan, tokens, decode = self.config, ctx.plan, ctx.tokens, ctx.shape.decode
@@ -58,6 +65,7 @@ class Attention:
             ctx.launch(
                 PAGED_ATTENTION_DECODE,
                 *(mixed.rows(0, decode), q.rows(0, decode), k_pool, v_pool, ctx.tables, slots, kv_len, scale),
+                ctx.buffer("attention_workspace", decode, self._words) if self.qkv.on_device else None,
             )
         if ctx.shape.prefill:
             n = ctx.shape.slices
