@@ -178,7 +178,7 @@ PAGED_ATTENTION_DECODE = Operator(
     """Attention of one query a sequence over its whole cache. A row of kv_len 0 is padding and gives zeros.
 
     out A [B, Hq, D] ← q A [B, Hq, D], k_pool and v_pool A [P, Hkv, page, D], block_tables i32 [slots, max blocks],
-    slots i32 [B], kv_len i32 [B], scale, workspace f32 [B, decode_workspace_words(…)] or none
+    slots i32 [B], kv_len i32 [B], scale; workspace f32 [B, decode_workspace_words(…)] or none
     out = softmax(scale · q·kᵀ) · v
     On a device a workspace, zeros at first, lets more of it share a long row.
     """,
