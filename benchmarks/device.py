@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from cuda.bindings import runtime as rt
 
+from benchmarks.cases import Case
 from benchmarks.shapes import QuickRng
-from sparkrt.ops.operator import Case, Operator
+from sparkrt.ops.operator import Operator
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import DevicePtr, Graph, GraphExec

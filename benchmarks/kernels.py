@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.operator import Case, Operator
+from benchmarks.cases import Case
+from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 from sparkrt.runtime import open_backend
 from sparkrt.runtime.cuda import CudaBackend
@@ -146,16 +147,16 @@ def open_bench(device: str, seconds: float) -> tuple[str, Ceilings, Callable[[Op
         return (
             f"host-{usable_cores()}c",
             measure_ceilings(),
-            lambda op: op.cases(op.bench),
+            lambda op: cases(op, op.bench),
             lambda op, case: (measure(op, case, seconds), case.bytes),
         )
     from benchmarks.device import DeviceBench  # needs cuda-python
     from benchmarks.shapes import model_cases
 
-    bench, cases = DeviceBench(backend), model_cases()
+    bench, models = DeviceBench(backend), model_cases()
     card = re.sub(r"\W+", "-", backend.properties.name.lower())
     ceilings = Ceilings(bench.copy_ceiling(), bench.product_ceiling())
-    return card, ceilings, lambda op: cases.get(op.name, []) if op.cuda else [], bench.measure
+    return card, ceilings, lambda op: models.get(op.name, []) if op.cuda else [], bench.measure
 
 
 def main() -> None:
@@ -172,14 +173,14 @@ def main() -> None:
     unknown = [name for name in wanted if name not in known]
     if unknown:
         parser.error(f"no operator {', '.join(unknown)}; known: {', '.join(known)}")
-    card, ceilings, cases, run = open_bench(args.device, args.seconds)
+    card, ceilings, shapes, run = open_bench(args.device, args.seconds)
     print(f"{card}: {ceilings}")
     print(f"{'operator':<24} {'shape':<56} {'µs':>10} {'GB/s':>8} {'GFLOP/s':>9} {'% ceiling':>9}  peer")
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     stamp = {"commit": args.commit or git.stdout.strip(), "date": date.today().isoformat(), "card": card}
     rows = []
     for name in wanted:
-        for case in cases(known[name]):
+        for case in shapes(known[name]):
             try:
                 seconds, moved = run(known[name], case)
             except UnsupportedCall:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cases import Case, Rng, cases
 from sparkrt.ops.moe import workspace_words
-from sparkrt.ops.operator import Case, Rng
 from sparkrt.ops.registry import OPERATORS
 
 VOCAB = "V=248320 valid_vocab=248077"
@@ -72,7 +72,7 @@ def _block() -> np.ndarray:
 
 def _experts(tokens: int, experts: int, k: int, hidden: int = 2048, width: int = 512) -> Case:
     """Copies of the case (other seeds) share their weights and differ in tokens and experts."""
-    (case,) = BY_NAME["moe_experts"].cases(f"T={tokens} E={experts} top={k} H={hidden} F={width}")
+    (case,) = cases(BY_NAME["moe_experts"], f"T={tokens} E={experts} top={k} H={hidden} F={width}")
 
     def make(rng: Rng) -> list[Any]:
         gate_up, down = _expert_weights(experts, hidden, width)
@@ -97,7 +97,7 @@ def _expert_weights(experts: int, hidden: int, width: int) -> tuple[np.ndarray, 
 
 def _linear(tokens: int, outputs: int, inputs: int) -> Case:
     """Row counts of one projection share its weight: a head has a gigabyte."""
-    (case,) = BY_NAME["linear"].cases(f"T={tokens} N={outputs} K={inputs}")
+    (case,) = cases(BY_NAME["linear"], f"T={tokens} N={outputs} K={inputs}")
 
     def make(rng: Rng) -> list[Any]:
         x = rng.standard_normal((tokens, inputs), np.float32)
@@ -117,7 +117,7 @@ def model_cases() -> dict[str, list[Case]]:
     rows = (1, 8, 32, 128, 4096)
     projections = ((12352, 2048), (12288, 2048), (2048, 4096), (9216, 2048), (256, 2048), (1, 2048), (248320, 2048))
     dense = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024))  # 0.6b
-    return {name: BY_NAME[name].cases(labels) for name, labels in CASES.items()} | {
+    return {name: cases(BY_NAME[name], labels) for name, labels in CASES.items()} | {
         "linear": [
             _linear(t, n, k)
             for n, k in (*projections, *dense)

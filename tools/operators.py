@@ -6,6 +6,7 @@ from inspect import cleandoc
 from pathlib import Path
 from sys import modules
 
+from benchmarks.cases import cases
 from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 
@@ -25,7 +26,7 @@ def operator_table(operators: tuple[Operator, ...] = OPERATORS) -> str:
         what = cleandoc(op.doc).splitlines()[0]
         parity = "exact" if op.tolerance is None else f"≤ {op.tolerance:g}"
         launcher = f"`{op.cuda}`" if op.cuda else "–"
-        rows.append(f"| [`{op.name}`](#{op.name}) | {what} | {parity} | {len(op.cases(op.parity))} | {launcher} |")
+        rows.append(f"| [`{op.name}`](#{op.name}) | {what} | {parity} | {len(cases(op, op.parity))} | {launcher} |")
     return "\n".join([_HEAD, *rows, "", *(_entry(op) for op in operators)])
 
 

@@ -40,52 +40,43 @@ def times_sigmoid(x: Array, gate: Array, out: Array) -> None:
     np.divide(x, t, out)
 
 
+def swiglu(out: Array, gate_up: Array) -> None:
+    """SiLU-gated product.
+
+    out A [T, F] ← gate_up A [T, 2F]: gate columns, then up columns
+    out = gate · sigmoid(gate) · up
+    parity: T=1 F=64; T=65 F=192; T=0 F=8; T=7 F=33 gate_up=300
+    bench: T=1 F=1536; T=512 F=1536
+    """
+    width = out.shape[1]
+    silu(gate_up[:, :width], out)
+    np.multiply(out, gate_up[:, width:], out)
+
+
 def swiglu_ref(gate_up: Array) -> Array:
     gate, up = np.split(gate_up, 2, axis=-1)
     y: Array = silu(gate) * up
     return y
 
 
-def swiglu(out: Array, gate_up: Array) -> None:
-    width = out.shape[1]
-    silu(gate_up[:, :width], out)
-    np.multiply(out, gate_up[:, width:], out)
-
-
 def add_sigmoid_gated(out: Array, x: Array, gate: Array) -> None:
+    """Adds the shared expert, scaled by one sigmoid a token.
+
+    out A [T, H] in/out ← x A [T, H], gate A [T, 1]
+    out += sigmoid(gate) · x
+    parity: T=1 H=256; T=63 H=40; T=0 H=8; T=5 H=17 gate=300
+    bench: T=1 H=256; T=512 H=256
+    """
     scaled = np.empty_like(x)
     times_sigmoid(x, gate, scaled)
     np.add(out, scaled, out)
 
 
-SWIGLU = Operator(
-    "swiglu",
-    """SiLU-gated product.
-
-    out A [T, F] ← gate_up A [T, 2F]: gate columns, then up columns
-    out = gate · sigmoid(gate) · up
-    """,
-    swiglu_ref,
-    swiglu,
-    cuda="spark_swiglu",
-    parity="T=1 F=64; T=65 F=192; T=0 F=8; T=7 F=33 gate_up=300",
-    bench="T=1 F=1536; T=512 F=1536",
-    work=lambda s: (12 * s.T * s.F, 5 * s.T * s.F),
-)
-
+SWIGLU = Operator(swiglu, swiglu_ref, "spark_swiglu", lambda s: (12 * s.T * s.F, 5 * s.T * s.F))
 ADD_SIGMOID_GATED = Operator(
-    "add_sigmoid_gated",
-    """Adds the shared expert, scaled by one sigmoid a token.
-
-    out A [T, H] in/out ← x A [T, H], gate A [T, 1]
-    out += sigmoid(gate) · x
-    """,
-    lambda out, x, gate: out + sigmoid(gate) * x,
     add_sigmoid_gated,
-    cuda="spark_add_sigmoid_gated",
-    parity="T=1 H=256; T=63 H=40; T=0 H=8; T=5 H=17 gate=300",
-    bench="T=1 H=256; T=512 H=256",
-    work=lambda s: (12 * s.T * s.H, 2 * s.T * s.H),
+    lambda out, x, gate: out + sigmoid(gate) * x,
+    "spark_add_sigmoid_gated",
+    lambda s: (12 * s.T * s.H, 2 * s.T * s.H),
 )
-
 OPERATORS = (SWIGLU, ADD_SIGMOID_GATED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from sparkrt.ops.operator import Array
@@ -29,7 +27,22 @@ def paged_attention_prefill(
     window: int,
     bias: Array | None,
 ) -> None:
-    """One copy of each sequence's keys and values head by head, then tiles of queries by keys with a running softmax."""
+    """Attention of prompt slices over the cache, which already holds the slices' own keys; any mix of lengths, zero included.
+
+    out A [T, Hq, D], lse f32 [T, Hq] or none ← q A [T, Hq, D], k_pool and v_pool A [P, Hkv, page, D],
+    block_tables i32 [slots, max blocks], slots i32 [S], cu_q i32 [S + 1], kv_len i32 [S], scale,
+    mask (0 causal, 1 full), window (0 none), bias f32 [Hq, T, ≥ longest kv_len] or none
+    Query i of sequence s is at position p = kv_len[s] - q_len[s] + i and sees keys ≤ p (causal), > p - window (window).
+    out = softmax(scale · q·kᵀ + bias) · v; lse = log Σ exp(·); a row that sees nothing gives 0 and -inf
+    parity: T=1 Hq=4 Hkv=2 D=64 page=64 lse; T=63+0+64+65+1 ctx=0+0+66+0+199 Hq=4 Hkv=2 D=64 page=16 lse;
+    T=7+0+33 ctx=33+9+0 Hq=16 Hkv=1 D=64 page=32 run; T=65 ctx=64 Hq=8 Hkv=8 D=128 page=64 lse;
+    T=20+64 ctx=580+0 Hq=3 Hkv=1 D=256 page=64 run lse; T=70+3 ctx=0+637 Hq=4 Hkv=2 D=64 page=64 window=9 lse;
+    T=5+40 ctx=695+490 Hq=2 Hkv=1 D=64 page=32 mask=1 bias lse; T=4+2 ctx=-4+62 Hq=2 Hkv=2 D=64 page=64 mask=1 lse;
+    T=90 Hq=4 Hkv=4 D=64 page=64 bias window=64; T=0 Hq=4 Hkv=2 D=64 page=64
+    bench: T=512 Hq=4 Hkv=2 D=64 page=64 run; T=64 ctx=4032 Hq=4 Hkv=2 D=64 page=64; T=512 Hq=9 Hkv=3 D=64 page=64 run;
+    T=256 ctx=1792 Hq=16 Hkv=2 D=256 page=64
+    """
+    # One copy of each sequence's keys and values head by head, then tiles of queries by keys with a running softmax.
     heads, page_size = q.shape[1], k_pool.shape[2]
     bounds = cu_q.tolist()
     for slot, length, first, last in zip(slots.tolist(), kv_len.tolist(), bounds[:-1], bounds[1:], strict=True):
@@ -37,7 +50,9 @@ def paged_attention_prefill(
             continue
         pages = block_tables[slot, : -(-length // page_size)]
         k, v = _by_head(k_pool, pages, length), _by_head(v_pool, pages, length)
-        for start, stop in _query_tiles(first, last, heads, min(length, _KEYS)):
+        step = max(16, _TILE // (heads * max(min(length, _KEYS), 1)))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
             position = length - last + start  # of the tile's first query
             keys = (max(0, position - window + 1) if window else 0, length if mask == FULL else position + stop - start)
             tile_bias = None if bias is None else bias[:, start:stop]
@@ -45,11 +60,6 @@ def paged_attention_prefill(
             out[start:stop] = rows
             if lse is not None:
                 lse[start:stop] = row_lse
-
-
-def _query_tiles(first: int, last: int, heads: int, keys: int) -> Iterator[tuple[int, int]]:
-    step = max(16, _TILE // (heads * max(keys, 1)))
-    return ((i, min(i + step, last)) for i in range(first, last, step))
 
 
 def _attend_tile(
@@ -131,7 +141,18 @@ def paged_attention_decode(
     scale: float,
     workspace: Array | None = None,
 ) -> None:
-    """Row by row. Products go page by page, so that a run of pages is read where it lies; nothing beyond a length is read."""
+    """Attention of one query a sequence over its whole cache. A row of kv_len 0 is padding and gives zeros.
+
+    out A [B, Hq, D] ← q A [B, Hq, D], k_pool and v_pool A [P, Hkv, page, D], block_tables i32 [slots, max blocks],
+    slots i32 [B], kv_len i32 [B], scale; workspace f32 [B, decode_workspace_words(…)] or none
+    out = softmax(scale · q·kᵀ) · v. On a device a workspace, zeros at first, lets more of it share a long row.
+    parity: B=1 L=1 Hq=4 Hkv=2 D=64 page=64; B=5 L=63+64+65+0+200 Hq=4 Hkv=2 D=64 page=64;
+    B=4 L=31+32+33+640 Hq=16 Hkv=1 D=64 page=32 run; B=3 L=15+16+17 Hq=8 Hkv=8 D=128 page=16;
+    B=3 L=129+1+0 Hq=8 Hkv=2 D=256 page=16 run; B=2 L=5+192 Hq=9 Hkv=3 D=64 page=64; B=1 L=0 Hq=4 Hkv=2 D=64 page=64
+    bench: B=1 L=200 Hq=4 Hkv=2 D=64 page=64 run; B=16 L=200 Hq=4 Hkv=2 D=64 page=64; B=1 L=200 Hq=9 Hkv=3 D=64 page=64 run;
+    B=1 L=2048 Hq=16 Hkv=2 D=256 page=64
+    """
+    # Row by row. Products go page by page, so that a run of pages is read where it lies; nothing beyond a length is read.
     rows, heads, dim = q.shape
     kv_heads, page_size = k_pool.shape[1:3]
     scaled = (q * scale).reshape(rows, kv_heads, heads // kv_heads, dim)

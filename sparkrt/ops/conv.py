@@ -10,18 +10,16 @@ Positions below zero count as zero whatever the ring holds: a fresh slot needs n
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sparkrt.ops.activation import silu
-from sparkrt.ops.operator import Array, Operator, Rng, Sizes
+from sparkrt.ops.operator import Array, Operator
 
 _BLOCK = 1 << 16  # elements per block of a prefill: taps, accumulator and output stay in the L2 cache
 
 
 def conv_step_reference(ring_state: Array, proj: Array, w: Array, slots: Array, positions: Array) -> tuple[Array, Array]:
-    """One token per row; see `conv_step` for shapes. Returns (out [B, C], ring_state)."""
+    """One token per row. Returns (out [B, C], ring_state)."""
     state = ring_state.copy()
     channels, taps = w.shape
     ring = state.shape[1]
@@ -37,7 +35,7 @@ def conv_step_reference(ring_state: Array, proj: Array, w: Array, slots: Array, 
 def conv_prefill_reference(
     ring_state: Array, proj: Array, w: Array, slots: Array, cu: Array, starts: Array
 ) -> tuple[Array, Array]:
-    """Token after token through the step; see `conv_prefill` for shapes. Returns (out [T, C], ring_state)."""
+    """Token after token through the step. Returns (out [T, C], ring_state)."""
     out = np.empty((len(proj), w.shape[0]), proj.dtype)
     for s, slot in enumerate(slots):
         for row in range(cu[s], cu[s + 1]):
@@ -47,7 +45,13 @@ def conv_prefill_reference(
 
 
 def conv_step(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array, positions: Array) -> None:
-    """Decode rows: out [B, C], ring_state [slots, ring ≥ K, C] in/out, proj [B, N] (its first C columns), w [C, K]."""
+    """Causal depthwise convolution and SiLU of one token per row.
+
+    out A [B, C], ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w A [C, 4], slots, positions i32 [B]
+    out = silu(sum_j w[:, 3-j] · x[t-j]), x in the ring at position mod ring, 0 before position 0
+    parity: B=1 C=64 N=64 ring=4; B=4 C=96 N=128 ring=4 positions=0+1+2+3; B=5 C=64 N=64 ring=7; B=19 C=250 N=253 ring=4
+    bench: B=1 C=1024 N=1024 ring=4; B=16 C=1024 N=1024 ring=4; B=16 C=8192 N=12288 ring=4
+    """
     channels, taps = w.shape
     ring = ring_state.shape[1]
     columns = positions[:, None] - np.arange(taps)  # newest first, as w.T[::-1]
@@ -63,9 +67,14 @@ def conv_step(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array
 
 
 def conv_prefill(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array, cu: Array, starts: Array) -> None:
-    """Slices of prompts: out [T, C], ring_state [slots, ring ≥ K, C] in/out, proj [T, N], w [C, K], slots/starts [S], cu [S+1].
+    """Causal depthwise convolution and SiLU of prompt slices, continuing from the ring and leaving it for the next.
 
+    out A [T, C], ring_state A [slots, ring, C] in/out ← proj A [T, N] (columns 0 … C), w A [C, 4], slots i32 [S],
+    cu i32 [S+1], starts i32 [S]
     Rows cu[s] … cu[s+1] are positions starts[s] … of the sequence in slots[s]; a slice may be empty.
+    parity: T=1 C=64 N=64 ring=4; T=0+1+2+63+64+65 starts=5+0+3+1+0+64 C=48 N=64 ring=4; T=3+9 starts=2+7 C=64 N=64 ring=7;
+    T=5+33 starts=0+2 C=130 N=131 ring=4; T=1+0+16+17+3*30 starts=0+4+1+2+9*30 C=64 N=64 ring=4
+    bench: T=512 C=1024 N=1024 ring=4; T=2048 C=8192 N=12288 ring=4
     """
     channels, taps = w.shape
     ring = ring_state.shape[1]
@@ -90,38 +99,8 @@ def conv_prefill(out: Array, ring_state: Array, proj: Array, w: Array, slots: Ar
         ring_state[slot, np.arange(start + hi - lo - kept, start + hi - lo) % ring] = x[len(x) - kept :]
 
 
-def _positions(rng: Rng, s: Sizes) -> dict[str, Any]:
-    return {} if "positions" in s else {"positions": rng.integers(4, 4096, s.B, np.int32)}
-
-
-CONV_STEP = Operator(
-    "conv_step",
-    """Causal depthwise convolution and SiLU of one token per row.
-
-    out A [B, C], ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w A [C, 4], slots, positions i32 [B]
-    out = silu(sum_j w[:, 3-j] · x[t-j]), x in the ring at position mod ring, 0 before position 0
-    """,
-    conv_step_reference,
-    conv_step,
-    cuda="spark_conv_step",
-    parity="""B=1 C=64 N=64 ring=4; B=4 C=96 N=128 ring=4 positions=0+1+2+3; B=5 C=64 N=64 ring=7; B=19 C=250 N=253 ring=4""",
-    bench="B=1 C=1024 N=1024 ring=4; B=16 C=1024 N=1024 ring=4; B=16 C=8192 N=12288 ring=4",
-    inputs=_positions,
-    work=lambda s: (4 * s.C * (s.B * 6 + 4), 8 * s.B * s.C),
-)
+CONV_STEP = Operator(conv_step, conv_step_reference, "spark_conv_step", lambda s: (4 * s.C * (s.B * 6 + 4), 8 * s.B * s.C))
 CONV_PREFILL = Operator(
-    "conv_prefill",
-    """Causal depthwise convolution and SiLU of prompt slices, continuing from the ring and leaving it for the next.
-
-    out A [T, C], ring_state A [slots, ring, C] in/out ← proj A [T, N] (columns 0 … C), w A [C, 4], slots i32 [S],
-    cu i32 [S+1], starts i32 [S]
-    """,
-    conv_prefill_reference,
-    conv_prefill,
-    cuda="spark_conv_prefill",
-    parity="""T=1 C=64 N=64 ring=4; T=0+1+2+63+64+65 starts=5+0+3+1+0+64 C=48 N=64 ring=4; T=3+9 starts=2+7 C=64 N=64 ring=7;
-    T=5+33 starts=0+2 C=130 N=131 ring=4; T=1+0+16+17+3*30 starts=0+4+1+2+9*30 C=64 N=64 ring=4""",
-    bench="T=512 C=1024 N=1024 ring=4; T=2048 C=8192 N=12288 ring=4",
-    work=lambda s: (4 * s.C * (2 * s.T + 4), 8 * s.T * s.C),
+    conv_prefill, conv_prefill_reference, "spark_conv_prefill", lambda s: (4 * s.C * (2 * s.T + 4), 8 * s.T * s.C)
 )
 OPERATORS = (CONV_STEP, CONV_PREFILL)

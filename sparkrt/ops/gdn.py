@@ -14,7 +14,7 @@ import numpy as np
 
 from sparkrt.ops.activation import sigmoid, softplus
 from sparkrt.ops.gdn_chunk import CHUNK, L2_EPS, gdn_prefill
-from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
+from sparkrt.ops.operator import Array, Operator
 
 _TILE = 1 << 18  # bytes of state updated at once; with a scratch of that size it stays in the L2 cache
 _RECORD_WORDS = 4352  # of the workspace, a chunk and value head: two 64 x 64 tiles of float16, 4 x 64 floats
@@ -57,7 +57,7 @@ def gdn_recurrence(q: Array, k: Array, v: Array, g: Array, beta: Array, state: A
 
 
 def gdn_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> tuple[Array, Array]:
-    """One token a row; see `gdn.gdn_step`. Returns (out [B, HV, DV], state)."""
+    """One token a row. Returns (out [B, HV, DV], state)."""
     state = state.copy()
     q, k, v = split_heads(qkv, k_heads, *state.shape[1:])
     out = np.empty_like(v)
@@ -67,20 +67,9 @@ def gdn_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: A
     return out, state
 
 
-def gdn_prefill_reference(
-    state: Array,
-    snapshots: Array | None,
-    qkv: Array,
-    g: Array,
-    beta: Array,
-    slots: Array,
-    cu: Array,
-    starts: Array,
-    snap_rows: Array | None,
-    k_heads: int,
-    workspace: Array | None = None,
-) -> tuple[Array, Array, Array | None]:
-    """See `gdn_chunk.gdn_prefill`. Returns (out [T, HV, DV], state, snapshots if there are any)."""
+def gdn_prefill_reference(*call: Any) -> tuple[Array, Array, Array | None]:
+    """Returns (out [T, HV, DV], state, snapshots if there are any)."""
+    _, state, snapshots, qkv, g, beta, slots, cu, starts, snap_rows, k_heads, _ = call
     state = state.copy()
     q, k, v = split_heads(qkv, k_heads, *state.shape[1:])
     out = np.empty_like(v)
@@ -100,20 +89,31 @@ def gdn_prefill_reference(
 
 
 def gdn_gates(g: Array, beta: Array, proj: Array, a_log: Array, dt_bias: Array, b_col: int) -> None:
-    """g, beta [T, HV] float32, proj [T, N]: b in columns b_col …, a in the HV after them; a_log, dt_bias [HV]."""
+    """Decay and write strength of each value head.
+
+    g, beta f32 [T, HV] ← proj A [T, N] (b at column b_col, then a), a_log, dt_bias f32 [HV], b_col
+    g = -exp(a_log) · softplus(a + dt_bias);  beta = sigmoid(b)
+    parity: T=1 HV=4 b_col=8 N=19; T=65 HV=6 N=15; T=64 HV=4 b_col=3 N=14 proj=60
+    bench: T=16 HV=4 b_col=1536 N=1547; T=2048 HV=32 b_col=12288 N=12355
+    """
     heads = g.shape[1]
     beta[:] = sigmoid(proj[:, b_col : b_col + heads])
     np.multiply(softplus(proj[:, b_col + heads : b_col + 2 * heads] + dt_bias), -np.exp(a_log), out=g)
 
 
 def gdn_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> None:
-    """Decode rows: out [B, HV, DV], state [slots, HV, DV, DK] in/out, qkv [B, C], g/beta [B, HV], slots [B].
+    """One token of the gated delta rule per row, on states held in slots.
 
-    A row's state is read once, S [q k], and updated once; nothing is gathered and no row's result depends on another row.
-    The norms of q and k go into the coefficients, q and k themselves stay as they are:
-
-    d = beta (v - e^g S k/|k|),  o = e^g S q/|q| + (q·k)/(|q||k|) d,  S ← e^g S + d/|k| kᵀ
+    out A [B, HV, DV], state f32 [slots, HV, DV, DK] in/out ← qkv A [B, C], g, beta f32 [B, HV], slots i32 [B], k_heads
+    S ← e^g S;  d = beta (v - S k);  S ← S + d kᵀ;  o = S q;  q, k normalized, q scaled by DK^-½
+    Rows in the last slot, the dummy, may be skipped: their output is finite and their state anything finite.
+    parity: B=1 HK=2 HV=4 DK=128 DV=128; B=5 HK=2 HV=6 DK=48 DV=40; B=3 HK=1 HV=1 DK=128 DV=128 decay=100;
+    B=2 HK=8 HV=8 DK=128 DV=128; B=33 HK=4 HV=16 DK=128 DV=128
+    bench: B=1 HK=2 HV=4 DK=128 DV=128; B=16 HK=2 HV=4 DK=128 DV=128; B=8 HK=16 HV=32 DK=128 DV=128
     """
+    # A row's state is read once, S [q k], and updated once; nothing is gathered and no row's result depends on another row.
+    # The norms of q and k go into the coefficients, q and k themselves stay as they are:
+    # d = beta (v - e^g S k/|k|),  o = e^g S q/|q| + (q·k)/(|q||k|) d,  S ← e^g S + d/|k| kᵀ
     _, v_heads, v_dim, k_dim = state.shape
     n, group = len(slots), v_heads // k_heads
     qk = qkv[:, : 2 * k_heads * k_dim].reshape(n, 2, k_heads, k_dim).swapaxes(1, 2)
@@ -154,80 +154,15 @@ def gdn_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots:
             tile += part
 
 
-def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    """Keys of a token share a direction, as trained ones do. Slots are all but the first and the dummy behind the last."""
-    rows, state = s.B or s.T, (s.HV, s.DV, s.DK)
-    qkv = normal(rng, (rows, 2 * s.HK * s.DK + s.HV * s.DV))
-    qkv[:, s.HK * s.DK : 2 * s.HK * s.DK] += 0.5
-    given = {"qkv": qkv, "state": normal(rng, (s.slots, *state), 0.3), "k_heads": s.HK}
-    given["g"] = -rng.exponential(s.decay or 0.2, (rows, s.HV)).astype(np.float32)
-    given["slots"] = 1 + rng.permutation(s.slots - 2).astype(np.int32)
-    if s.snaps:
-        given["snap_rows"] = np.array(s.snaps, np.int32).reshape(-1, 2)
-        given["snapshots"] = np.empty((len(s.snaps) // 2, *state), np.float32)
-    if s.DK == s.DV == 128:
-        given["workspace"] = np.zeros(workspace_words(s.T, s.S, s.HV), np.uint32)
-    return given | {"beta": rng.random((rows, s.HV), np.float32)}
-
-
-def _prefill_work(s: Sizes) -> tuple[float, float]:
+def _prefill_work(s: Any) -> tuple[float, float]:
     per_value_head = 6 * s.DK * s.DV + 4 * CHUNK * s.DV + CHUNK * CHUNK
     traffic = 8 * s.T * (s.HK * s.DK + s.HV * s.DV) + 8 * s.S * s.HV * s.DV * s.DK
     return traffic, s.T * (s.HK * 4 * CHUNK * s.DK + s.HV * per_value_head)
 
 
-GDN_GATES = Operator(
-    "gdn_gates",
-    """Decay and write strength of each value head.
-
-    g, beta f32 [T, HV] ← proj A [T, N] (b at column b_col, then a), a_log, dt_bias f32 [HV], b_col
-    g = -exp(a_log) · softplus(a + dt_bias);  beta = sigmoid(b)
-    """,
-    gdn_gates_reference,
-    gdn_gates,
-    cuda="spark_gdn_gates",
-    parity="T=1 HV=4 b_col=8 N=19; T=65 HV=6 N=15; T=64 HV=4 b_col=3 N=14 proj=60",
-    bench="T=16 HV=4 b_col=1536 N=1547; T=2048 HV=32 b_col=12288 N=12355",
-    work=lambda s: (16 * s.T * s.HV, 0),
-)
+GDN_GATES = Operator(gdn_gates, gdn_gates_reference, "spark_gdn_gates", lambda s: (16 * s.T * s.HV, 0))
 GDN_STEP = Operator(
-    "gdn_step",
-    """One token of the gated delta rule per row, on states held in slots.
-
-    out A [B, HV, DV], state f32 [slots, HV, DV, DK] in/out ← qkv A [B, C], g, beta f32 [B, HV], slots i32 [B], k_heads
-    S ← e^g S;  d = beta (v - S k);  S ← S + d kᵀ;  o = S q;  q, k normalized, q scaled by DK^-½
-    Rows in the last slot, the dummy, may be skipped: their output is finite and their state anything finite.
-    """,
-    gdn_step_reference,
-    gdn_step,
-    cuda="spark_gdn_step",
-    parity="""B=1 HK=2 HV=4 DK=128 DV=128; B=5 HK=2 HV=6 DK=48 DV=40; B=3 HK=1 HV=1 DK=128 DV=128 decay=100;
-    B=2 HK=8 HV=8 DK=128 DV=128; B=33 HK=4 HV=16 DK=128 DV=128""",
-    bench="B=1 HK=2 HV=4 DK=128 DV=128; B=16 HK=2 HV=4 DK=128 DV=128; B=8 HK=16 HV=32 DK=128 DV=128",
-    inputs=_inputs,
-    work=lambda s: (8 * s.B * s.HV * s.DV * (s.DK + 1), 8 * s.B * s.HV * s.DV * s.DK),
+    gdn_step, gdn_step_reference, "spark_gdn_step", lambda s: (8 * s.B * s.HV * s.DV * (s.DK + 1), 8 * s.B * s.HV * s.DV * s.DK)
 )
-GDN_PREFILL = Operator(
-    "gdn_prefill",
-    """The gated delta rule over prompt slices, in chunks of 64 on absolute positions.
-
-    out A [T, HV, DV], state f32 [slots, HV, DV, DK] in/out, snapshots f32 [n, HV, DV, DK] or none
-    ← qkv A [T, C], g, beta f32 [T, HV], slots i32 [S], cu i32 [S+1], starts i32 [S], snap_rows i32 [n, 2] or none, k_heads,
-    workspace u32 [workspace_words(T, S, HV) or more] or none
-    A slice at start 0 begins from zero; snapshots are states after snap_rows[i, 1] tokens of slice snap_rows[i, 0].
-    On a device, heads of 128 x 128 in bf16 or f16 go to the tensor cores if there is a workspace, anything else token by token.
-    """,
-    gdn_prefill_reference,
-    gdn_prefill,
-    cuda="spark_gdn_prefill",
-    parity="""T=1 HK=1 HV=2 DK=32 DV=48; T=0+1+63+64+65 starts=7+64+0+128+0 HK=1 HV=2 DK=32 DV=48;
-    T=130 starts=37 HK=2 HV=4 DK=32 DV=48; T=100 starts=64 HK=1 HV=2 DK=32 DV=48 decay=1000;
-    T=200+64 starts=30+0 HK=1 HV=2 DK=32 DV=48 snaps=0+34+0+98+1+64+0+200+1+0; T=1 HK=1 HV=2 DK=128 DV=128;
-    T=0+1+63+64+65+2 starts=7+64+0+128+0+63 HK=1 HV=2 DK=128 DV=128; T=130 starts=37 HK=2 HV=6 DK=128 DV=128;
-    T=100 starts=64 HK=1 HV=2 DK=128 DV=128 decay=1000; T=300 starts=64 HK=1 HV=1 DK=128 DV=128 decay=1e-3;
-    T=200+64 starts=30+0 HK=1 HV=2 DK=128 DV=128 snaps=0+34+0+98+1+64+0+200+1+0; T=70+64 HK=16 HV=48 DK=128 DV=128""",
-    bench="T=512 HK=2 HV=4 DK=128 DV=128; T=1024 HK=16 HV=32 DK=128 DV=128",
-    inputs=_inputs,
-    work=_prefill_work,
-)
+GDN_PREFILL = Operator(gdn_prefill, gdn_prefill_reference, "spark_gdn_prefill", _prefill_work)
 OPERATORS = (GDN_GATES, GDN_STEP, GDN_PREFILL)

@@ -14,7 +14,6 @@ shape whatever the slice, so a prompt cut on that grid gives the same bits as th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +48,7 @@ def _grid(cu: list[int], starts: list[int]) -> list[_Chunk]:
     return chunks
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     """What chunks need for the recurrence over S; leading axes [chunk, key head (, value head of the group)]."""
 
     kq: Array  # [n, HK, 1, 128, DK]: 64 rows of keys, 64 of queries, normalized
@@ -76,11 +74,21 @@ def gdn_prefill(
     k_heads: int,
     workspace: Array | None = None,
 ) -> None:
-    """out [T, HV, DV], state [slots, HV, DV, DK] in/out, snapshots [n, HV, DV, DK], qkv [T, C], g/beta [T, HV],
-    slots/starts [S], cu [S+1], snap_rows [n, 2]: (sequence, tokens into the slice) on a chunk end; sequence -1 is skipped.
+    """The gated delta rule over prompt slices, in chunks of 64 on absolute positions.
 
-    A slice that starts at position 0 starts from a zero state, whatever its slot holds; a slice may be empty.
-    The workspace is for devices (see gdn.workspace_words).
+    out A [T, HV, DV], state f32 [slots, HV, DV, DK] in/out; snapshots f32 [n, HV, DV, DK] or none
+    ← qkv A [T, C], g, beta f32 [T, HV], slots i32 [S], cu i32 [S+1], starts i32 [S], snap_rows i32 [n, 2] or none, k_heads,
+    workspace u32 [workspace_words(T, S, HV) or more] or none
+    A slice at start 0 begins from zero, whatever its slot holds; snapshots are states after snap_rows[i, 1] tokens of slice
+    snap_rows[i, 0], a chunk's end (-1: skipped). On a device, heads of 128 x 128 in bf16 or f16 go to the tensor cores if there
+    is a workspace, anything else token by token.
+    parity: T=1 HK=1 HV=2 DK=32 DV=48; T=0+1+63+64+65 starts=7+64+0+128+0 HK=1 HV=2 DK=32 DV=48;
+    T=130 starts=37 HK=2 HV=4 DK=32 DV=48; T=100 starts=64 HK=1 HV=2 DK=32 DV=48 decay=1000;
+    T=200+64 starts=30+0 HK=1 HV=2 DK=32 DV=48 snaps=0+34+0+98+1+64+0+200+1+0; T=1 HK=1 HV=2 DK=128 DV=128;
+    T=0+1+63+64+65+2 starts=7+64+0+128+0+63 HK=1 HV=2 DK=128 DV=128; T=130 starts=37 HK=2 HV=6 DK=128 DV=128;
+    T=100 starts=64 HK=1 HV=2 DK=128 DV=128 decay=1000; T=300 starts=64 HK=1 HV=1 DK=128 DV=128 decay=1e-3;
+    T=200+64 starts=30+0 HK=1 HV=2 DK=128 DV=128 snaps=0+34+0+98+1+64+0+200+1+0; T=70+64 HK=16 HV=48 DK=128 DV=128
+    bench: T=512 HK=2 HV=4 DK=128 DV=128; T=1024 HK=16 HV=32 DK=128 DV=128
     """
     _, v_heads, v_dim, k_dim = state.shape
     heads = (k_heads, v_heads // k_heads, v_dim, k_dim)

@@ -1,37 +1,21 @@
-"""Linear projections, and what it takes for a BLAS to give a row the same result in any company.
+"""Linear projections, and what it takes for a BLAS to give a row the same result in any company (measured in docs/adr/0006).
 
-Host weights are packed [K, N]: at two rows OpenBLAS runs them 1.5 to 3 times faster than [N, K] transposed.
+Host weights are packed [K, N]: at two rows OpenBLAS runs them 1.5 to 3 times faster than [N, K] transposed. One row goes to gemv,
+up to M·N·K = 1e6 gemm takes a small-matrix path, beyond it the blocked one: three orders of summation. Within a path rows agree,
+also when N is cut at multiples of 64. One column goes to gemv over all rows, where rows differ; a dot product per row does not.
 
-Which row counts sum in the same order was measured (OpenBLAS 0.3.31, AVX-512, 1 and 2 threads, K 64 to 4096, N 1 to 49152,
-every M up to 520, float32, bits compared):
-
-- one row goes to gemv, which sums in another order than gemm, always;
-- up to M·N·K = 1e6 gemm takes a small-matrix path. It differs from the blocked path where N is no multiple of 64 or K exceeds
-  one block of the latter (256 does not, 512 does): K 256 × N 264 to M = 14, 256 × 1032 to 3, 512 × 256 to 7, 576 × 576 to 3,
-  256 × 8 to 488. Beyond 1e6 no difference was found at any M, thread count or row offset. Within the small path rows agree,
-  also when N is cut at multiples of 64;
-- one column (the shared expert's gate) goes to gemv over all rows, where two rows of three differ from their result in other
-  company; a dot product per row does not.
-
-`LINEAR` leaves a lone row to gemv, which reads the weights once at the memory's speed (576 × 3072 390 µs, as two rows 550;
-576 × 49152 6.7 ms, as two rows 10.6: docs/adr/0006), and runs inputs of up to 4096 elements (16 rows at K = 256, 7 at 576, 2 at
-2048) on the small path, cut into column tiles. There nothing is repacked for each call (576 × 3072 at 2 rows 250 µs instead of
-400, at 4 rows 275 instead of 420; 256 × 1544 at 4 rows 45 instead of 74) and no second thread is waited for. On two idle cores
-that thread would win at 16 rows (256 × 1544 108 µs against 155), but beside another busy process the wait costs milliseconds in
-every call. The order of a row's sum changes after the first row, and once more where the input passes 4096 elements or M·N·K
-passes 1e6, whichever is later.
-
-`LINEAR_INVARIANT` runs fewer rows than take the blocked path as that many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489
-(23 µs) for a router of 8 experts.
+`LINEAR` leaves a lone row to gemv, and runs inputs of up to 4096 elements on the small path, cut into column tiles: nothing is
+repacked for each call and no second thread is waited for. `LINEAR_INVARIANT` runs fewer rows than take the blocked path as that
+many: 4 rows for 256 × 1032, 2 for 256 × 6144, 489 (23 µs) for a router of 8 experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.operator import Array, Operator, normal
+from sparkrt.ops.operator import Array, Operator
 
 _SMALL_PATH = 1_000_000  # largest M·N·K of OpenBLAS's small-matrix path
 _FEW = 4096  # elements of an input that counts as few rows
@@ -44,11 +28,32 @@ def linear_ref(x: Array, w: Array, bias: Array | None) -> Array:
 
 
 def linear(out: Array, x: Array, w: Array, bias: Array | None) -> None:
+    """Projection; rows may sum in another order above a row count fixed by the weight's shape.
+
+    out A [T, N] ← x A [T, K], w A [N, K] (host: [K, N]), bias A [N] or none
+    out = x · wᵀ + bias
+    parity: T=1 N=256 K=64; T=2 N=8 K=256; T=63 N=96 K=100; T=64 N=64 K=64; T=65 N=33 K=256 bias; T=0 N=16 K=8;
+    T=1 N=1 K=256; T=5 N=1 K=256; T=3 N=1032 K=256 bias; T=1 N=576 K=576; T=7 N=2 K=3; T=32 N=500 K=128; T=33 N=500 K=128;
+    T=9 N=200 K=584; T=33 N=72 K=2048 bias; T=34 N=136 K=5128; T=128 N=264 K=520; T=130 N=136 K=640 bias;
+    T=150 N=264 K=3080
+    bench: T=1 N=1544 K=256; T=16 N=1544 K=256; T=512 N=1544 K=256; T=1 N=6144 K=256; T=16 N=6144 K=256; T=1 N=576 K=1536;
+    T=1 N=3072 K=576; T=512 N=3072 K=576; T=1 N=12352 K=2048; T=1 N=2048 K=4096
+    """
     few = len(x) > 1 and x.size <= _FEW
     _product(out, x, w, bias, _SMALL_PATH // x.size // _STEP * _STEP if few else w.shape[1])
 
 
 def linear_invariant(out: Array, x: Array, w: Array, bias: Array | None) -> None:
+    """Projection whose rows have the same bits at every row count.
+
+    out A [T, N] ← x A [T, K], w A [N, K] (host: [K, N]), bias A [N] or none
+    out = x · wᵀ + bias
+    parity: T=1 N=256 K=64; T=2 N=8 K=256; T=63 N=96 K=100; T=64 N=64 K=64; T=65 N=33 K=256 bias; T=0 N=16 K=8;
+    T=1 N=1 K=256; T=5 N=1 K=256; T=3 N=1032 K=256 bias; T=1 N=576 K=576; T=7 N=2 K=3; T=32 N=500 K=128; T=33 N=500 K=128;
+    T=9 N=200 K=584; T=33 N=72 K=2048 bias; T=34 N=136 K=5128; T=128 N=264 K=520; T=130 N=136 K=640 bias;
+    T=150 N=264 K=3080
+    bench: T=1 N=1544 K=256; T=16 N=1544 K=256
+    """
     rows, least, columns = len(x), max(2, _SMALL_PATH // w.size + 1), w.shape[1]
     if columns == 1 or rows == 0 or rows >= least:
         _product(out, x, w, bias, columns)
@@ -70,42 +75,10 @@ def _product(out: Array, x: Array, w: Array, bias: Array | None, width: int) -> 
         np.add(out, bias, out)
 
 
-def _entry(name: str, what: str, host: Callable[..., None], cuda: str, bench: str) -> Operator:
-    return Operator(
-        name,
-        f"""{what}
-
-    out A [T, N] ← x A [T, K], w A [N, K] (host: [K, N]), bias A [N] or none
-    out = x · wᵀ + bias
-    """,
-        linear_ref,
-        host,
-        cuda=cuda,
-        # The second half: the kernels' paths at their edges, rows 8/9, 32/33, 128/129, uneven parts of k, k past a block.
-        parity="""T=1 N=256 K=64; T=2 N=8 K=256; T=63 N=96 K=100; T=64 N=64 K=64; T=65 N=33 K=256 bias; T=0 N=16 K=8;
-        T=1 N=1 K=256; T=5 N=1 K=256; T=3 N=1032 K=256 bias; T=1 N=576 K=576; T=7 N=2 K=3; T=32 N=500 K=128; T=33 N=500 K=128;
-        T=9 N=200 K=584; T=33 N=72 K=2048 bias; T=34 N=136 K=5128; T=128 N=264 K=520; T=130 N=136 K=640 bias;
-        T=150 N=264 K=3080""",
-        bench=bench,
-        inputs=lambda rng, s: {"w": normal(rng, (s.N, s.K), s.K**-0.5)},
-        work=lambda s: (4 * (s.N * s.K + s.T * (s.K + s.N)), 2 * s.T * s.N * s.K),
-        host_kn=(2,),
-    )
+def _work(s: Any) -> tuple[float, float]:
+    return 4 * (s.N * s.K + s.T * (s.K + s.N)), 2 * s.T * s.N * s.K
 
 
-LINEAR = _entry(
-    "linear",
-    "Projection; rows may sum in another order above a row count fixed by the weight's shape.",
-    linear,
-    "spark_linear",
-    """T=1 N=1544 K=256; T=16 N=1544 K=256; T=512 N=1544 K=256; T=1 N=6144 K=256; T=16 N=6144 K=256; T=1 N=576 K=1536;
-    T=1 N=3072 K=576; T=512 N=3072 K=576; T=1 N=12352 K=2048; T=1 N=2048 K=4096""",
-)
-LINEAR_INVARIANT = _entry(
-    "linear_invariant",
-    "Projection whose rows have the same bits at every row count.",
-    linear_invariant,
-    "spark_linear_invariant",
-    "T=1 N=1544 K=256; T=16 N=1544 K=256",
-)
+LINEAR = Operator(linear, linear_ref, "spark_linear", _work, host_kn=(2,))
+LINEAR_INVARIANT = Operator(linear_invariant, linear_ref, "spark_linear_invariant", _work, host_kn=(2,))
 OPERATORS = (LINEAR, LINEAR_INVARIANT)

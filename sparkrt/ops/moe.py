@@ -1,9 +1,5 @@
 """Mixture of experts: the router's choice and the experts, grouped by expert.
 
-    p = softmax(logits) over all experts in float32;  ids = the k largest, lowest index on exact ties;
-    weights = p[ids], divided by their sum only if `renormalize`
-    out[t] = sum_j weights[t, j] * down[e] · (silu(gate[e] · x[t]) * (up[e] · x[t])),  e = ids[t, j]
-
 The host function takes each expert's matrices input-major, gate_up [E, H, 2F] and down [E, F, H]: with few rows BLAS is faster.
 """
 
@@ -14,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparkrt.ops.activation import silu
-from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
+from sparkrt.ops.operator import Array, Operator
 
 _SEGMENT = 32  # pairs of one expert that a kernel takes at a time, at least
 
@@ -40,7 +36,6 @@ def router_topk_reference(weights: Array, ids: Array, logits: Array, renormalize
 
 
 def experts_reference(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None) -> Array:
-    """x [T, H], gate_up [E, 2F, H] (gate rows first), down [E, H, F], ids and weights [T, k] → [T, H], expert after expert."""
     out = np.zeros_like(x)
     for token, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
         for expert, share in zip(experts, shares, strict=True):
@@ -50,8 +45,14 @@ def experts_reference(x: Array, gate_up: Array, down: Array, ids: Array, weights
 
 
 def router_topk(weights: Array, ids: Array, logits: Array, renormalize: int) -> None:
-    """weights [T, k] float32, ids [T, k] int32, logits [T, E] float32. k rounds of argmax, which takes the lowest of equals."""
-    left = logits.copy()
+    """Which experts a token goes to, and with what share.
+
+    weights f32 [T, top], ids i32 [T, top] ← logits f32 [T, E], renormalize
+    p = softmax(logits) over all experts; the `top` largest, lowest index on exact ties; divided by their sum if renormalize
+    parity: T=1 E=8 top=2 renormalize; T=65 E=32 top=4; T=64 E=16 top=4 renormalize ties; T=5 E=512 top=10 renormalize
+    bench: T=16 E=8 top=2 renormalize; T=512 E=256 top=8 renormalize
+    """
+    left = logits.copy()  # `top` rounds of argmax, which takes the lowest of equals
     rows = np.arange(len(logits))
     for j in range(ids.shape[1]):
         best = left.argmax(1)
@@ -67,10 +68,16 @@ def router_topk(weights: Array, ids: Array, logits: Array, renormalize: int) -> 
 def moe_experts(
     out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
 ) -> None:
-    """out [T, H], x [T, H], gate_up [E, H, 2F], down [E, F, H], ids [T, k] int32, weights [T, k] float32; no workspace needed.
+    """The routed experts of each token, weighted and summed.
 
-    Rows are sorted by expert, each expert's run is one product, and a token's k results are added in its own order of choice.
+    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top], weights f32 [T, top],
+    workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
+    out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
+    parity: T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
+    T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12
+    bench: T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64
     """
+    # Rows are sorted by expert, each expert's run is one product, and a token's results are added in its own order of choice.
     tokens, k = ids.shape
     if tokens == 0:
         return
@@ -100,58 +107,13 @@ def moe_experts(
     np.add.reduce(parts.reshape(tokens, k, -1), axis=1, out=out)
 
 
-def _router_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    logits = normal(rng, (s.T, s.E))
-    return {"logits": np.round(logits) if s.ties else logits}
-
-
-def _experts_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    """Spread routing."""
-    return {
-        "gate_up": normal(rng, (s.E, 2 * s.F, s.H), s.H**-0.5),
-        "down": normal(rng, (s.E, s.H, s.F), s.F**-0.5),
-        "ids": np.argsort(rng.random((s.T, s.E)), 1)[:, : s.top].astype(np.int32),
-        "weights": rng.dirichlet(np.ones(s.top), s.T).astype(np.float32),
-        "workspace": np.zeros(workspace_words(s.T, s.top, s.E, s.H, s.F, 4), np.uint32),
-    }
-
-
-def _experts_work(s: Sizes) -> tuple[float, float]:
-    distinct = s.E * (1 - (1 - s.top / s.E) ** s.T)  # what spread routing touches
+def _work(s: Any) -> tuple[float, float]:
+    distinct = s.E * (1 - (1 - s.top / s.E) ** s.T)  # experts that spread routing touches
     return 12 * distinct * s.H * s.F + 8 * s.T * s.H, 6 * s.T * s.top * s.H * s.F
 
 
 ROUTER_TOPK = Operator(
-    "router_topk",
-    """Which experts a token goes to, and with what share.
-
-    weights f32 [T, top], ids i32 [T, top] ← logits f32 [T, E], renormalize
-    p = softmax(logits) over all experts; the `top` largest, lowest index on exact ties; divided by their sum if renormalize
-    """,
-    router_topk_reference,
-    router_topk,
-    cuda="spark_router_topk",
-    parity="T=1 E=8 top=2 renormalize; T=65 E=32 top=4; T=64 E=16 top=4 renormalize ties; T=5 E=512 top=10 renormalize",
-    bench="T=16 E=8 top=2 renormalize; T=512 E=256 top=8 renormalize",
-    inputs=_router_inputs,
-    work=lambda s: (4 * s.T * (s.E + 2 * s.top), 4 * s.T * s.E),
+    router_topk, router_topk_reference, "spark_router_topk", lambda s: (4 * s.T * (s.E + 2 * s.top), 4 * s.T * s.E)
 )
-MOE_EXPERTS = Operator(
-    "moe_experts",
-    """The routed experts of each token, weighted and summed.
-
-    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top], weights f32 [T, top],
-    workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
-    out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
-    """,
-    experts_reference,
-    moe_experts,
-    cuda="spark_moe_experts",
-    host_kn=(2, 3),
-    parity="""T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
-    T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12""",
-    bench="T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64",
-    inputs=_experts_inputs,
-    work=_experts_work,
-)
+MOE_EXPERTS = Operator(moe_experts, experts_reference, "spark_moe_experts", _work, host_kn=(2, 3))
 OPERATORS = (ROUTER_TOPK, MOE_EXPERTS)

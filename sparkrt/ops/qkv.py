@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from sparkrt.ops.norm import rms_norm_ref, rms_scale
-from sparkrt.ops.operator import Array, Operator, Rng, Sizes, normal
-from sparkrt.ops.rope import inverse_frequencies, rope_inplace, rope_ref, rope_table
+from sparkrt.ops.operator import Array, Operator
+from sparkrt.ops.rope import rope_inplace, rope_ref
 
 
 def split_qkv(proj: Array, heads: int, kv_heads: int, head_dim: int, gated: int) -> tuple[Array, Array, Array]:
@@ -34,19 +34,8 @@ def kv_append(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_map: Array)
     return pools
 
 
-def qk_norm_rope_append_ref(
-    k_pool: Array,
-    v_pool: Array,
-    proj: Array,
-    positions: Array,
-    slot_map: Array,
-    cos_sin: Array,
-    q_w: Array | None,
-    k_w: Array | None,
-    gated: int,
-    eps: float,
-    offset: float,
-) -> tuple[Array, Array, Array]:
+def qk_norm_rope_append_ref(*call: Any) -> tuple[Array, Array, Array]:
+    _, k_pool, v_pool, proj, positions, slot_map, cos_sin, q_w, k_w, gated, eps, offset = call
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
     heads = (proj.shape[1] // dim - 2 * kv_heads) // (2 if gated else 1)
     raw_q, raw_k, v = split_qkv(proj, heads, kv_heads, dim, gated)
@@ -68,6 +57,19 @@ def qk_norm_rope_append(
     eps: float,
     offset: float,
 ) -> None:
+    """Head norms and RoPE of q and k, and the write of k and v into the paged cache.
+
+    q A [T, Hq, D], k_pool and v_pool A [P, Hkv, page, D] in/out ← proj A [T, N], positions i32 [T], slot_map i32 [T],
+    cos_sin f32 [max position, R], q_w and k_w f32 [D] or none (both), gated, eps, offset
+    proj columns: q (gated: per head D of q, then D of gate) | k | v; slot_map = page · page_size + offset, -1 writes nothing
+    q, k = rope(rms_norm(·)) on the first R channels, pair i being channels i and i + R/2
+    parity: T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=0 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w;
+    T=65 Hq=4 Hkv=2 D=64 R=32 page=16 q_w k_w gated offset=1 skipped; T=63 Hq=9 Hkv=3 D=64 R=64 page=32;
+    T=5 Hq=2 Hkv=1 D=256 R=64 page=64 q_w k_w gated offset=1; T=64 Hq=3 Hkv=3 D=128 R=128 page=64 q_w k_w;
+    T=2 Hq=16 Hkv=1 D=64 R=64 page=16 q_w k_w skipped
+    bench: T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=16 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1;
+    T=512 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=512 Hq=16 Hkv=2 D=256 R=64 page=64 q_w k_w gated offset=1
+    """
     tokens, heads, dim = q.shape
     kv_heads, page_size = k_pool.shape[1:3]
     raw_q, raw_k, v = split_qkv(proj, heads, kv_heads, dim, gated)
@@ -88,41 +90,7 @@ def qk_norm_rope_append(
     v_pool[page, :, at] = v
 
 
-def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    """Rows land in distinct random cache slots; the first row is at position 0, the last at the table's end."""
-    pages, last = s.T // s.page + 3, 4095
-    positions = rng.integers(0, last, s.T, np.int32)
-    positions[:1], positions[-1:] = 0, last
-    slot_map = rng.permutation(pages * s.page)[: s.T].astype(np.int32)
-    if s.skipped:
-        slot_map[::2] = -1
-    table = rope_table(inverse_frequencies(1e6, s.R), 1.0, last + 1)
-    pools = normal(rng, (2, pages, s.Hkv, s.page, s.D))
-    proj = normal(rng, (s.T, (s.Hq * (1 + s.gated) + 2 * s.Hkv) * s.D))
-    given = {"k_pool": pools[0], "v_pool": pools[1], "proj": proj, "positions": positions, "slot_map": slot_map}
-    return given | {"cos_sin": table}
-
-
 QK_NORM_ROPE_APPEND = Operator(
-    "qk_norm_rope_append",
-    """Head norms and RoPE of q and k, and the write of k and v into the paged cache.
-
-    q A [T, Hq, D], k_pool and v_pool A [P, Hkv, page, D] in/out ← proj A [T, N], positions i32 [T], slot_map i32 [T],
-    cos_sin f32 [max position, R], q_w and k_w f32 [D] or none (both), gated, eps, offset
-    proj columns: q (gated: per head D of q, then D of gate) | k | v; slot_map = page · page_size + offset, -1 writes nothing
-    q, k = rope(rms_norm(·)) on the first R channels, pair i being channels i and i + R/2
-    """,
-    qk_norm_rope_append_ref,
-    qk_norm_rope_append,
-    cuda="spark_qk_norm_rope_append",
-    parity="""T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=0 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w;
-    T=65 Hq=4 Hkv=2 D=64 R=32 page=16 q_w k_w gated offset=1 skipped; T=63 Hq=9 Hkv=3 D=64 R=64 page=32;
-    T=5 Hq=2 Hkv=1 D=256 R=64 page=64 q_w k_w gated offset=1; T=64 Hq=3 Hkv=3 D=128 R=128 page=64 q_w k_w;
-    T=2 Hq=16 Hkv=1 D=64 R=64 page=16 q_w k_w skipped""",
-    bench="""T=1 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=16 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1;
-    T=512 Hq=4 Hkv=2 D=64 R=32 page=64 q_w k_w gated offset=1; T=512 Hq=16 Hkv=2 D=256 R=64 page=64 q_w k_w gated offset=1""",
-    inputs=_inputs,
-    work=lambda s: (4 * s.T * s.D * (2 * s.Hq + 4 * s.Hkv), 0),
+    qk_norm_rope_append, qk_norm_rope_append_ref, "spark_qk_norm_rope_append", lambda s: (8 * s.T * s.D * (s.Hq + 2 * s.Hkv), 0)
 )
-
 OPERATORS = (QK_NORM_ROPE_APPEND,)

@@ -51,7 +51,8 @@ def inverse_frequencies(
         keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
         w = w * keep + w / factor * (1.0 - keep)
     elif kind == "yarn":
-        low, high = (_pair_turning(n, theta, rotary_dim, original_max_position) for n in (beta_fast, beta_slow))
+        # The (fractional) pairs that make beta_fast and beta_slow full turns within the original context.
+        low, high = (rotary_dim * log(original_max_position / (2 * pi * n)) / (2 * log(theta)) for n in (beta_fast, beta_slow))
         if truncate:
             low, high = float(np.floor(low)), float(np.ceil(high))
         low, high = max(low, 0.0), min(high, rotary_dim - 1.0)
@@ -62,11 +63,6 @@ def inverse_frequencies(
             raise LoadError(f"{len(freq_divisors)} rope frequency divisors for {len(w)} rotated pairs")
         w = w / np.asarray(freq_divisors, np.float64)
     return w
-
-
-def _pair_turning(turns: float, theta: float, rotary_dim: int, positions: int) -> float:
-    """The (fractional) pair whose frequency makes `turns` full turns within `positions`."""
-    return rotary_dim * log(positions / (2 * pi * turns)) / (2 * log(theta))
 
 
 def attention_factor(
@@ -93,10 +89,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def rope_table(frequencies: Array, scale: float, max_position: int) -> Array:
     """float32 [max_position, 2 · pairs]: cosines of all pairs, then sines, times `scale` (the attention factor)."""
     angle = np.arange(max_position, dtype=np.float64)[:, None] * frequencies
-    table = np.empty((max_position, 2 * len(frequencies)), np.float32)
-    np.multiply(np.cos(angle), scale, out=table[:, : len(frequencies)], casting="same_kind")
-    np.multiply(np.sin(angle), scale, out=table[:, len(frequencies) :], casting="same_kind")
-    return table
+    return (np.concatenate([np.cos(angle), np.sin(angle)], axis=1) * scale).astype(np.float32)
 
 
 def rope_ref(x: Array, positions: Array, cos_sin: Array) -> Array:

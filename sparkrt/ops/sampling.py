@@ -6,12 +6,10 @@ its own seed and step only: neighbours change nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sparkrt.ops import sampling_rules as rules
-from sparkrt.ops.operator import Array, Operator, Rng, Sizes
+from sparkrt.ops.operator import Array, Operator
 from sparkrt.ops.sampling_rules import PROMPT_BIT
 
 
@@ -29,18 +27,16 @@ def settled(row: Array) -> tuple[Array, float]:
     return row, top
 
 
-def largest(row: Array, n: int, threshold: float) -> Array:
-    """Indices, ascending, of the n largest elements, the lowest indices among equals; `threshold` is the n-th largest value."""
+def largest(row: Array, n: int, threshold: float | None = None) -> Array:
+    """Indices, ascending, of the n largest elements, the lowest indices among equals; `threshold`: the n-th largest, if known."""
+    if threshold is None:
+        threshold = float(np.partition(row, len(row) - n)[len(row) - n])
     found = np.flatnonzero(row >= threshold)
     if len(found) > n:
         above = row[found] > threshold
         spare = n - np.count_nonzero(above)
         found = found[above | (np.cumsum(~above) <= spare)]
     return found
-
-
-def kth_largest(row: Array, n: int) -> float:
-    return float(np.partition(row, len(row) - n)[len(row) - n])
 
 
 def sample(
@@ -59,9 +55,17 @@ def sample(
     allowed_bits: Array | None,
     valid_vocab: int,
 ) -> None:
-    """tokens int32 [R], feed int32 [slots] and counts int32 [slots, V] in/out, logits float32 [R, V], slots int32 [R],
-    params_f float32 [R, 8], params_i int32 [R, 8], bias and stop lists by row (indptr [R+1]; the bias ids of a
-    row are distinct; ids from valid_vocab on do nothing), allowed_bits uint32 [A, ceil(V/32)], lowest bit first, or None.
+    """The next token of each row under its own parameters; see sampling_rules for the order of things.
+
+    tokens i32 [R]; feed i32 [slots], counts i32 [slots, V] in/out ← logits f32 [R, V], slots i32 [R], params_f f32 [R, 8],
+    params_i i32 [R, 8], bias_indptr i32 [R+1], bias_ids i32, bias_values f32, stop_indptr i32 [R+1], stop_ids i32,
+    allowed_bits u32 [A, ceil(V/32)] or none (lowest bit first), valid_vocab
+    Bias and stop lists are by row; a row's bias ids are distinct, ids from valid_vocab on do nothing.
+    parity: R=1 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190 top_k=7;
+    R=40 V=200 valid_vocab=190 top_p=0.8; R=40 V=200 valid_vocab=190 top_k=20 top_p=0.9 min_p=0.02;
+    R=40 V=200 valid_vocab=190 penalties; R=40 V=200 valid_vocab=190 restrictions
+    bench: R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144 top_k=20 top_p=0.8;
+    R=16 V=248320 valid_vocab=248077 top_p=0.95
     """
     for r, (slot, f, i) in enumerate(zip(slots.tolist(), params_f.tolist(), params_i.tolist(), strict=True)):
         repetition, presence, frequency = f[3:6]
@@ -99,7 +103,7 @@ def _choose(row: Array, raw: Array, f: list[float], i: list[int]) -> int:
         return int(row.argmax())
     ids = None  # of what is in `row`, ascending; None: all
     if 0 < top_k < len(row):
-        ids = largest(row, top_k, kth_largest(row, top_k))
+        ids = largest(row, top_k)
         row = row[ids]
     weights = row.astype(np.float64)  # so that a seed's tokens do not hang on the last bit of some float32 exp
     weights -= top
@@ -128,7 +132,12 @@ def _nucleus(weights: Array, mass: float) -> Array:
 
 
 def greedy(tokens: Array, feed: Array, logits: Array, slots: Array, valid_vocab: int) -> None:
-    """tokens int32 [R], feed int32 [slots] in/out, logits float32 [R, V], slots int32 [R]. The lowest index among equals."""
+    """The best logit of each row, the lowest index among equals.
+
+    tokens i32 [R]; feed i32 [slots] in/out ← logits f32 [R, V], slots i32 [R], valid_vocab
+    parity: R=1 V=64 valid_vocab=64; R=33 V=200 valid_vocab=190
+    bench: R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=248320 valid_vocab=248077
+    """
     rows = logits[:, :valid_vocab]
     tokens[:] = rows.argmax(1)
     best = rows[np.arange(len(tokens)), tokens]
@@ -138,9 +147,11 @@ def greedy(tokens: Array, feed: Array, logits: Array, slots: Array, valid_vocab:
 
 
 def mark_prompt(counts: Array, slots: Array, ids: Array, cu: Array, starts: Array) -> None:
-    """counts int32 [slots, V] in/out, slots/starts int32 [S], ids int32 [T], cu int32 [S+1]: prompt tokens of each slice.
+    """Notes which tokens a prompt has, for the repetition penalty. A slice at position 0 clears its slot's row first.
 
-    A slice at position 0 begins a new sequence: its slot's row is cleared first.
+    counts i32 [slots, V] in/out ← slots i32 [S], ids i32 [T], cu i32 [S+1], starts i32 [S]
+    parity: T=9+70+0 starts=0+64+0 V=64
+    bench: T=512 V=6144
     """
     bounds = cu.tolist()
     for slot, start, lo, hi in zip(slots.tolist(), starts.tolist(), bounds[:-1], bounds[1:], strict=True):
@@ -153,11 +164,13 @@ def mark_prompt(counts: Array, slots: Array, ids: Array, cu: Array, starts: Arra
 def logprobs(
     chosen: Array, rank: Array, top_ids: Array, top_logprobs: Array, logits: Array, tokens: Array, valid_vocab: int
 ) -> None:
-    """chosen float32 [R], rank int32 [R] (1: most likely), top_ids int32 [R, K], top_logprobs float32 [R, K] in that order,
-    logits float32 [R, V], tokens int32 [R]. Ids from `valid_vocab` on are never named (-inf as a token), but their weight
-    counts in the sum, as in the reference implementation's softmax; K ≤ valid_vocab.
+    """Log-softmax of the raw logits at chosen tokens, their rank (1: most likely), and the k best, most likely first.
 
-    Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1]. The sum runs in float64.
+    chosen f32 [R], rank i32 [R], top_ids i32 [R, K], top_logprobs f32 [R, K] ← logits f32 [R, V], tokens i32 [R], valid_vocab
+    Ids from valid_vocab on are never named (-inf as a token), but their weight counts in the sum, as in the reference
+    implementation's softmax; K ≤ valid_vocab. Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1].
+    parity: R=1 V=64 valid_vocab=64 K=5; R=33 V=200 valid_vocab=190 K=20; R=4 V=64 valid_vocab=60 K=0
+    bench: R=16 V=6144 valid_vocab=6144 K=20
     """
     k = top_ids.shape[1]
     for r, token in enumerate(tokens.tolist()):
@@ -170,108 +183,14 @@ def logprobs(
         chosen[r] = float(value) - normalizer
         rank[r] = 1 + np.count_nonzero(row > value) + np.count_nonzero(row[:token] == value)
         if k:
-            best = largest(row, k, kth_largest(row, k))
+            best = largest(row, k)
             best = best[np.argsort(-row[best], kind="stable")]
             top_ids[r] = best
             top_logprobs[r] = row[best].astype(np.float64) - normalizer
 
 
-def _logits(rng: Rng, s: Sizes) -> Array:
-    """Multiples of 1/64, and edits below in powers of two: float32 and float64 then agree exactly, ties included."""
-    return np.round(rng.standard_normal((s.R, s.V), np.float32) * np.float32(160)) / np.float32(64)
-
-
-def _inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    """Rows at temperature 0.9 with random seeds, with the filters and edits that the case names."""
-    f, i = np.zeros((s.R, rules.PARAMS_F), np.float32), np.zeros((s.R, rules.PARAMS_I), np.int32)
-    f[:, :4] = 0.9, s.top_p or 1, s.min_p, 1
-    i[:, rules.I_TOP_K], i[:, rules.I_STEP], i[:, rules.I_ALLOWED_ROW] = s.top_k, rng.integers(0, 1000, s.R), -1
-    i[:, rules.I_SEED_LO : rules.I_SEED_HI + 1] = rng.integers(-(1 << 31), 1 << 31, (s.R, 2))
-    seen = rng.random((2, s.slots, s.V), np.float32) < 0.2
-    counts = rng.integers(0, 4, (s.slots, s.V), np.int32) * seen[0] | PROMPT_BIT * seen[1]
-    given = {"logits": _logits(rng, s), "counts": counts.astype(np.int32), "params_f": f, "params_i": i}
-    if s.penalties:
-        f[:, rules.F_REPETITION] = rng.choice([0.5, 1, 2], s.R)
-        f[:, rules.F_PRESENCE : rules.F_FREQUENCY + 1] = rng.integers(-4, 8, (s.R, 2)) / 4
-        f[::2, rules.F_TEMPERATURE] = 0
-    if s.restrictions:  # biases and stop ids, which may still be banned; every second row may use half of the ids, the first none
-        for name in ("bias", "stop"):
-            given[f"{name}_indptr"] = np.arange(0, 5 * s.R + 1, 5, dtype=np.int32)
-            given[f"{name}_ids"] = np.concatenate([rng.permutation(s.valid_vocab)[:5] for _ in range(s.R)]).astype(np.int32)
-        given["bias_values"] = rng.integers(-64, 64, 5 * s.R).astype(np.float32) / 8
-        i[:, rules.I_MIN_TOKENS] = i[:, rules.I_STEP] + rng.integers(0, 2, s.R)
-        i[::2, rules.I_ALLOWED_ROW] = np.arange(0, s.R, 2) // 2
-        given["allowed_bits"] = bits = rng.integers(0, 1 << 32, (s.R, -(-s.V // 32)), np.uint32)
-        bits[0] = 0
-    return given
-
-
-def _mark_inputs(rng: Rng, s: Sizes) -> dict[str, Any]:
-    return {"counts": rng.integers(0, 3, (s.slots, s.V), np.int32), "ids": rng.integers(0, s.V, s.T, np.int32)}
-
-
-SAMPLE = Operator(
-    "sample",
-    """The next token of each row under its own parameters; see sampling_rules for the order of things.
-
-    tokens i32 [R]; feed i32 [slots], counts i32 [slots, V] in/out ← logits f32 [R, V], slots i32 [R], params_f f32 [R, 8],
-    params_i i32 [R, 8], bias_indptr i32 [R+1], bias_ids i32, bias_values f32, stop_indptr i32 [R+1], stop_ids i32,
-    allowed_bits u32 [A, ceil(V/32)] or none, valid_vocab
-    """,
-    rules.sample_reference,
-    sample,
-    cuda="spark_sample",
-    tolerance=None,
-    parity="""R=1 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190 top_k=7;
-    R=40 V=200 valid_vocab=190 top_p=0.8; R=40 V=200 valid_vocab=190 top_k=20 top_p=0.9 min_p=0.02;
-    R=40 V=200 valid_vocab=190 penalties; R=40 V=200 valid_vocab=190 restrictions""",
-    bench="""R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144 top_k=20 top_p=0.8;
-    R=16 V=248320 valid_vocab=248077 top_p=0.95""",
-    inputs=_inputs,
-    work=lambda s: (4 * s.R * s.V, 4 * s.R * s.V),
-)
-GREEDY = Operator(
-    "greedy",
-    """The best logit of each row, the lowest index among equals.
-
-    tokens i32 [R]; feed i32 [slots] in/out ← logits f32 [R, V], slots i32 [R], valid_vocab
-    """,
-    rules.greedy_reference,
-    greedy,
-    cuda="spark_greedy",
-    tolerance=None,
-    parity="R=1 V=64 valid_vocab=64; R=33 V=200 valid_vocab=190",
-    bench="R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=248320 valid_vocab=248077",
-    inputs=lambda rng, s: {"logits": _logits(rng, s)},
-    work=lambda s: (4 * s.R * s.V, s.R * s.V),
-)
-MARK_PROMPT = Operator(
-    "mark_prompt",
-    """Notes which tokens a prompt has, for the repetition penalty.
-
-    counts i32 [slots, V] in/out ← slots i32 [S], ids i32 [T], cu i32 [S+1], starts i32 [S]
-    """,
-    rules.mark_prompt_reference,
-    mark_prompt,
-    cuda="spark_mark_prompt",
-    tolerance=None,
-    parity="T=9+70+0 starts=0+64+0 V=64",
-    bench="T=512 V=6144",
-    inputs=_mark_inputs,
-    work=lambda s: (8 * s.T, 0),
-)
-LOGPROBS = Operator(
-    "logprobs",
-    """Log-softmax of the raw logits at chosen tokens, their rank, and the k best.
-
-    chosen f32 [R], rank i32 [R], top_ids i32 [R, K], top_logprobs f32 [R, K] ← logits f32 [R, V], tokens i32 [R], valid_vocab
-    """,
-    rules.logprobs_reference,
-    logprobs,
-    cuda="spark_logprobs",
-    parity="R=1 V=64 valid_vocab=64 K=5; R=33 V=200 valid_vocab=190 K=20; R=4 V=64 valid_vocab=60 K=0",
-    bench="R=16 V=6144 valid_vocab=6144 K=20",
-    inputs=lambda rng, s: {"logits": _logits(rng, s), "tokens": rng.integers(0, s.valid_vocab, s.R, np.int32)},
-    work=lambda s: (4 * s.R * s.V, 4 * s.R * s.V),
-)
+SAMPLE = Operator(sample, rules.sample_reference, "spark_sample", lambda s: (4 * s.R * s.V, 4 * s.R * s.V), tolerance=None)
+GREEDY = Operator(greedy, rules.greedy_reference, "spark_greedy", lambda s: (4 * s.R * s.V, s.R * s.V), tolerance=None)
+MARK_PROMPT = Operator(mark_prompt, rules.mark_prompt_reference, "spark_mark_prompt", lambda s: (8 * s.T, 0), tolerance=None)
+LOGPROBS = Operator(logprobs, rules.logprobs_reference, "spark_logprobs", lambda s: (4 * s.R * s.V, 4 * s.R * s.V))
 OPERATORS = (SAMPLE, GREEDY, MARK_PROMPT, LOGPROBS)

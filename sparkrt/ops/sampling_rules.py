@@ -10,6 +10,8 @@ is left, the best raw logit is taken.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sparkrt.ops.operator import Array
@@ -51,22 +53,10 @@ def uniform(seed_lo: int, seed_hi: int, step: int) -> float:
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 
-def sample_reference(
-    feed: Array,
-    counts: Array,
-    logits: Array,
-    slots: Array,
-    params_f: Array,
-    params_i: Array,
-    bias_indptr: Array,
-    bias_ids: Array,
-    bias_values: Array,
-    stop_indptr: Array,
-    stop_ids: Array,
-    allowed_bits: Array | None,
-    valid_vocab: int,
-) -> tuple[Array, Array, Array]:
+def sample_reference(*call: Any) -> tuple[Array, Array, Array]:
     """Returns (tokens [R], feed, counts)."""
+    _, feed, counts, logits, slots, params_f, params_i, bias_indptr, bias_ids, bias_values, *rest = call
+    stop_indptr, stop_ids, allowed_bits, valid_vocab = rest
     feed, counts = feed.copy(), counts.copy()
     tokens = np.empty(len(slots), np.int32)
     for r, slot in enumerate(slots):

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkrt.ops.operator import Case, Operator
+from benchmarks.cases import Case, cases
+from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.cuda import CudaBackend
@@ -36,7 +37,7 @@ CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.label.replace(' ', '_')}")
     for op in OPERATORS
     if op.cuda and op.name in ROWS
-    for case in op.cases(op.parity)
+    for case in cases(op, op.parity)
 ]
 
 

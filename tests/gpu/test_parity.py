@@ -11,7 +11,8 @@ import secrets
 import numpy as np
 import pytest
 
-from sparkrt.ops.operator import Case, Operator
+from benchmarks.cases import Case, cases
+from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.cuda import CudaBackend
@@ -42,8 +43,8 @@ def params(bench: bool) -> list[object]:
     for op in OPERATORS:
         if op.cuda is None:
             continue
-        small = [c for c in op.cases(op.bench) if c.flops <= LARGEST_BENCH[0] and c.bytes <= LARGEST_BENCH[1]]
-        for case in small if bench else op.cases(op.parity):
+        small = [c for c in cases(op, op.bench) if c.flops <= LARGEST_BENCH[0] and c.bytes <= LARGEST_BENCH[1]]
+        for case in small if bench else cases(op, op.parity):
             for dtype, wide in variants(op)[:2] if bench else variants(op):
                 if not bench or dtype != dtypes.float32 or "A" not in op.argument_types():
                     label = f"{op.name}-{case.label.replace(' ', '_')}-{dtype.name}" + ("-f32out" if wide else "")

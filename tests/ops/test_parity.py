@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkrt.ops.operator import Case, Operator
+from benchmarks.cases import Case, cases
+from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 
 SENTINEL = -1_234_567  # no operator computes it
@@ -52,7 +53,7 @@ def poisoned(op: Operator, case: Case, args: list[Any], want: tuple[Any, ...]) -
 
 
 CASES = [
-    pytest.param(op, case, id=f"{op.name}-{case.label.replace(' ', '_')}") for op in OPERATORS for case in op.cases(op.parity)
+    pytest.param(op, case, id=f"{op.name}-{case.label.replace(' ', '_')}") for op in OPERATORS for case in cases(op, op.parity)
 ]
 
 
@@ -98,5 +99,5 @@ def test_names_are_unique_and_every_operator_is_covered() -> None:
         assert op.parity, f"{op.name} has no parity cases"
         assert op.bench, f"{op.name} has no bench cases"
         assert op.doc.strip()
-        labels = [case.label for case in op.cases(op.parity)]
+        labels = [case.label for case in cases(op, op.parity)]
         assert len(set(labels)) == len(labels), f"{op.name} has two parity cases of one label"

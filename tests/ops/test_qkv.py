@@ -38,7 +38,7 @@ def test_fused_equals_its_parts() -> None:
     q_w, k_w = rng.standard_normal((2, dim))
     positions, slot_map = np.array([0, 1, 2, 30, 31, 5]), np.array([23, 0, -1, 7, 8, -1])
     table = rope_table(inverse_frequencies(1e4, 8), 1.0, 32).astype(np.float64)
-    q, k_pool, v_pool = QK_NORM_ROPE_APPEND.reference(*pools, proj, positions, slot_map, table, q_w, k_w, 1, 1e-6, 1.0)
+    q, k_pool, v_pool = QK_NORM_ROPE_APPEND.reference(None, *pools, proj, positions, slot_map, table, q_w, k_w, 1, 1e-6, 1.0)
     raw_q, raw_k, v = split_qkv(proj, heads, kv_heads, dim, 1)
     np.testing.assert_array_equal(q, rope_ref(qk_norm(raw_q, q_w, 1e-6, 1.0), positions, table))
     k = rope_ref(qk_norm(raw_k, k_w, 1e-6, 1.0), positions, table)

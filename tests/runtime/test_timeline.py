@@ -13,18 +13,18 @@ from sparkrt.runtime import CaptureError, DeviceArray, HostBackend, dtypes
 from sparkrt.runtime.backend import MemoryFault
 
 
-def _scale(out: np.ndarray, x: np.ndarray, factor: float) -> None:
+def scale(out: np.ndarray, x: np.ndarray, factor: float) -> None:
     np.multiply(x, factor, out=out)
 
 
-SCALE = Operator("scale", "out = x * factor", reference=lambda x, factor: x * factor, host=_scale)
+SCALE = Operator(scale, lambda x, factor: x * factor)
 
 
-def _add(out: np.ndarray, amount: float) -> None:
+def add(out: np.ndarray, amount: float) -> None:
     out += amount
 
 
-ADD = Operator("add", "out += amount", reference=lambda out, amount: out + amount, host=_add)
+ADD = Operator(add, lambda out, amount: out + amount)
 
 
 class Rig:
