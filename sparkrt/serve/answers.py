@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
@@ -10,36 +11,22 @@ from typing import Any
 from starlette.requests import Request
 
 from sparkrt.engine.outputs import Logprob
-from sparkrt.engine.params import check_prompt_ids
-from sparkrt.errors import RequestError
+from sparkrt.serve import protocol as p
 from sparkrt.serve.generation import Generation, Piece
 from sparkrt.serve.http import require
-from sparkrt.serve.protocol import (
-    ChatBody,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
-from sparkrt.serve.serving import Serving, aside
+from sparkrt.serve.serving import Serving
 from sparkrt.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
-FLOOR = -9999.0  # minus infinity cannot be written in JSON
+FLOOR = -9999.0  # minus infinity cannot be written in JSON; max(FLOOR, NaN) is FLOOR, too
 
 Row = dict[int, Logprob]  # of one position: the chosen token, then the most likely ones
 
 
-async def chat_completions(serving: Serving, body: ChatBody, request: Request) -> Any:
+async def chat_completions(serving: Serving, body: Any, request: Request) -> Any:
     context, most = serving.info.max_model_len, serving.args.max_logprobs
     top, limit, name = body.top_logprobs, body.max_completion_tokens, "max_completion_tokens"
-    require(top is None or bool(body.logprobs), "top_logprobs", "top_logprobs needs logprobs to be true")
+    require(top is None or body.logprobs, "top_logprobs", "top_logprobs needs logprobs to be true")
     require(0 <= (top or 0) <= most, "top_logprobs", f"top_logprobs must be between 0 and {most}")
     if limit is None:
         limit, name = body.max_tokens, "max_tokens"
@@ -48,16 +35,15 @@ async def chat_completions(serving: Serving, body: ChatBody, request: Request) -
     if limit is None and "max_tokens" not in serving.info.sampling_defaults:
         params.max_tokens = None  # the rest of the context, not the 16 of completions
     body.tools = _tools(body)
-    ids = await serving.render(body, request.state.size)
+    ids = await asyncio.to_thread(serving.render, body)
     return await ChatGeneration(serving, body, [ids], params).respond(request)
 
 
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+def _tools(body: Any) -> list[dict[str, Any]] | None:
     """The tools the template sees: none when the model must not call any. What would force a call is refused."""
     param = "function_call" if body.tool_choice is None else "tool_choice"
     choice = getattr(body, param)
-    forced = choice == "required" or isinstance(choice, dict)
-    require(not forced, param, f"{param}: only auto and none are supported")
+    require(choice != "required" and not isinstance(choice, dict), param, f"{param}: only auto and none are supported")
     require(choice in (None, "auto", "none"), param, f"{param} must be auto, none, required or a named function")
     tools = body.tools or [{"type": "function", "function": function} for function in body.functions or ()]
     for index, tool in enumerate(tools):
@@ -69,7 +55,6 @@ def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 class ChatGeneration(Generation):
     kind = "chatcmpl"
-    body: ChatBody
 
     def parts(self, piece: Piece) -> list[Piece]:
         """The first chunk of a choice says the role and nothing else."""
@@ -79,12 +64,12 @@ class ChatGeneration(Generation):
         head["object"] = "chat.completion.chunk" if is_chunk else "chat.completion"
         if pieces and pieces[0].first:
             head |= _about_prompt(self, pieces[0])
-        return ChatCompletion(choices=[self._choice(piece, is_chunk) for piece in pieces], **head)
+        return p.ChatCompletion(choices=[self._choice(piece, is_chunk) for piece in pieces], **head)
 
     def _choice(self, piece: Piece, is_chunk: bool) -> Any:
         role = "assistant" if piece.first else None
-        message = ChatMessage(role=role, content=piece.text if piece.first else piece.text or None)
-        choice = ChatChoice(logprobs=None, **{"delta" if is_chunk else "message": message}, **_about(self, piece))
+        message = p.ChatMessage(role=role, content=piece.text if piece.first else piece.text or None)
+        choice = p.ChatChoice(logprobs=None, **{"delta" if is_chunk else "message": message}, **_about(self, piece))
         if is_chunk and piece.first:
             choice.token_ids = None
         elif self.body.logprobs:
@@ -92,23 +77,16 @@ class ChatGeneration(Generation):
         return choice
 
 
-async def completions(serving: Serving, body: CompletionBody, request: Request) -> Any:
+async def completions(serving: Serving, body: Any, request: Request) -> Any:
     params = serving.params(body)
-    nothing = params.max_tokens == 0 and not body.echo
-    require(not nothing, "max_tokens", "max_tokens must be at least 1 unless echo is true")
+    require(params.max_tokens != 0 or body.echo, "max_tokens", "max_tokens must be at least 1 unless echo is true")
     if body.echo and params.logprobs is not None:
         params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
     prompts, most = _split(body.prompt), MAX_SEQUENCES
-    fits = len(prompts) * params.n <= most
-    require(fits, "prompt", f"prompts × n must be at most {most}, got {len(prompts)} × {params.n}")
-    special, vocabulary, decode = body.add_special_tokens is not False, serving.info.vocab_size, serving.tokenizer.decode
-
-    def read() -> list[list[int]]:
-        texts = (serving.encode(p, special, "prompt") if isinstance(p, str) else check_prompt_ids(p, vocabulary) for p in prompts)
-        return list(texts)
-
-    ids = await aside(sum(map(len, prompts)), read)
-    echoed = [p if isinstance(p, str) else decode(p, False) for p in prompts] if body.echo else []
+    require(len(prompts) * params.n <= most, "prompt", f"prompts × n must be at most {most}, got {len(prompts)} × {params.n}")
+    special, decode = body.add_special_tokens is not False, serving.tokenizer.decode
+    ids = await asyncio.to_thread(lambda: [serving.encode(prompt, special, "prompt") for prompt in prompts])
+    echoed = [prompt if isinstance(prompt, str) else decode(prompt, False) for prompt in prompts] if body.echo else []
     return await CompletionGeneration(echoed, serving, body, ids, params).respond(request)
 
 
@@ -117,16 +95,14 @@ def _split(prompt: str | list[Any]) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
-    require(bool(kinds), "prompt", "prompt must not be empty")
-    if kinds not in ({int}, {str}, {list}):
-        wanted = "a string, a list of strings, token ids, or a list of token id lists"
-        raise RequestError(f"prompt must be {wanted}", param="prompt")
+    require(kinds, "prompt", "prompt must not be empty")
+    wanted = "prompt must be a string, a list of strings, token ids, or a list of token id lists"
+    require(kinds in ({int}, {str}, {list}), "prompt", wanted)
     return [prompt] if kinds == {int} else prompt
 
 
 class CompletionGeneration(Generation):
     kind = "cmpl"
-    body: CompletionBody
 
     def __init__(self, echoed: list[str], *rest: Any) -> None:
         super().__init__(*rest)
@@ -134,7 +110,7 @@ class CompletionGeneration(Generation):
         self._offsets: dict[int, Callable[[int], int]] = {}
 
     def write(self, pieces: list[Piece], is_chunk: bool, **head: Any) -> Any:
-        return Completion(object="text_completion", choices=[self._choice(piece) for piece in pieces], **head)
+        return p.Completion(object="text_completion", choices=[self._choice(piece) for piece in pieces], **head)
 
     def _choice(self, piece: Piece) -> Any:
         text, ids, rows, scored = piece.text, piece.token_ids, list[Row | None](piece.logprobs), self.body.logprobs is not None
@@ -147,7 +123,7 @@ class CompletionGeneration(Generation):
                 ids, rows = piece.prompt.prompt_token_ids + ids, [*(piece.prompt.prompt_logprobs or ()), *rows]
         logprobs = _completion_logprobs(ids, rows, self._offsets[piece.index], self.tokenizer) if scored else None
         prompt = _about_prompt(self, piece) if piece.first else {}
-        return CompletionChoice(text=text, logprobs=logprobs, **_about(self, piece), **prompt)
+        return p.CompletionChoice(text=text, logprobs=logprobs, **_about(self, piece), **prompt)
 
 
 def _about(generation: Generation, piece: Piece) -> dict[str, Any]:
@@ -159,16 +135,15 @@ def _about(generation: Generation, piece: Piece) -> dict[str, Any]:
 
 def _about_prompt(generation: Generation, piece: Piece) -> dict[str, Any]:
     """What the request wants to know of its prompt. Log-probabilities are those of the token and of the alternatives, by id."""
-    body, found, token = generation.body, dict[str, Any](), generation.tokenizer.token_bytes
+    body, found, name = generation.body, dict[str, Any](), generation.tokenizer.token_bytes
     if body.return_token_ids:
         found["prompt_token_ids"] = piece.prompt.prompt_token_ids
     if body.prompt_logprobs is not None:
-
-        def entry(i: int, item: Logprob) -> dict[str, Any]:
-            return {"logprob": _floored(item), "rank": item.rank, "decoded_token": _shown(token(i))}
-
-        rows = piece.prompt.prompt_logprobs or ()
-        found["prompt_logprobs"] = [{str(i): entry(i, item) for i, item in row.items()} if row else None for row in rows]
+        found["prompt_logprobs"] = scored = list[Any]()
+        for row in piece.prompt.prompt_logprobs or ():
+            items = ((i, x, _shown(name(i))) for i, x in (row or {}).items())
+            entries = {str(i): {"logprob": max(FLOOR, x.logprob), "rank": x.rank, "decoded_token": text} for i, x, text in items}
+            scored.append(entries or None)
     return found
 
 
@@ -177,21 +152,21 @@ def _chat_logprobs(piece: Piece, count: int, tokenizer: Tokenizer) -> Any:
     content = []
     for token_id, row in zip(piece.token_ids, piece.logprobs, strict=True):
         texts = ((i, item, tokenizer.token_bytes(i)) for i, item in row.items())
-        items = {i: {"token": _shown(raw), "logprob": _floored(item), "bytes": list(raw)} for i, item, raw in texts}
+        items = {i: {"token": _shown(raw), "logprob": max(FLOOR, item.logprob), "bytes": list(raw)} for i, item, raw in texts}
         ranks = {i: item.rank or 0 for i, item in row.items() if (item.rank or 0) <= count}
-        top = [TopLogprob(**items[i]) for i in sorted(ranks, key=ranks.__getitem__)[:count]]
-        content.append(TokenLogprob(**items[token_id], top_logprobs=top))
-    return ChatLogprobs(content=content)
+        top = [p.TopLogprob(**items[i]) for i in sorted(ranks, key=ranks.__getitem__)[:count]]
+        content.append(p.TokenLogprob(**items[token_id], top_logprobs=top))
+    return p.ChatLogprobs(content=content)
 
 
 def _completion_logprobs(ids: Iterable[int], rows: list[Row | None], start: Callable[[int], int], tokenizer: Tokenizer) -> Any:
     """The chosen token is always among the alternatives, as the field has it. A row None: the first token of a prompt."""
     names = {i: _shown(tokenizer.token_bytes(i)) for i in {*ids, *(i for row in rows for i in row or ())}}
-    return CompletionLogprobs(
+    return p.CompletionLogprobs(
         text_offset=[start(i) for i in ids],
-        token_logprobs=[_floored(row[i]) if row else None for i, row in zip(ids, rows, strict=True)],
+        token_logprobs=[max(FLOOR, row[i].logprob) if row else None for i, row in zip(ids, rows, strict=True)],
         tokens=[names[i] for i in ids],
-        top_logprobs=[{names[i]: _floored(row[i]) for i in reversed(row)} if row else None for row in rows],
+        top_logprobs=[{names[i]: max(FLOOR, row[i].logprob) for i in reversed(row)} if row else None for row in rows],
     )
 
 
@@ -207,10 +182,6 @@ def _offsets(tokenizer: Tokenizer, skipped: Container[int]) -> Callable[[int], i
         return begins
 
     return start
-
-
-def _floored(item: Logprob) -> float:
-    return max(FLOOR, item.logprob)  # NaN compares false and lands here too
 
 
 def _shown(raw: bytes) -> str:

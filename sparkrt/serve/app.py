@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,42 +20,26 @@ from starlette.routing import Route
 from sparkrt.serve import protocol as p
 from sparkrt.serve.answers import chat_completions, completions
 from sparkrt.serve.cli import VERSION
-from sparkrt.serve.client import SILENCE
+from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
-from sparkrt.serve.serving import Serving, aside
+from sparkrt.serve.serving import Serving
 
-RULE = (
-    "Every field that is not required may be null, which equals absent. Fields not listed here are accepted and have no effect, "
-    "except those that would change the answer, which are refused by name: "
-    f"{', '.join(sorted({*p.CompletionBody.refused, *p.ChatBody.refused}))}."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One route: its handler, the struct of its request body (None: it has none) and of its answer."""
-
-    method: str
-    path: str
-    handler: Callable[[Serving, Any, Request], Awaitable[Any]]
-    body: type[p.Body] | None
-    answer: Any
-    summary: str
+Handler = Callable[[Serving, Any, Request], Awaitable[Any]]
 
 
 async def health(serving: Serving, body: None, request: Request) -> Any:
     """200 while the process is alive, loading included; 503 once the engine is gone, or silent for SILENCE seconds."""
-    client = serving.client
-    if client.error is not None:
-        return json_response(p.Status(status="dead", reason=str(client.error)), 503)
-    if client.silent_for > SILENCE:
-        return json_response(p.Status(status="stuck", reason=f"the engine has said nothing for {client.silent_for:.0f} s"), 503)
-    return p.Status(status="ok")
+    error, silence = serving.client.error, serving.client.silent_for
+    if error is None and silence <= SILENCE:
+        return p.Status(status="ok")
+    reason = f"the engine has said nothing for {silence:.0f} s" if error is None else str(error)
+    return json_response(p.Status(status="stuck" if error is None else "dead", reason=reason), 503)
 
 
 async def ready(serving: Serving, body: None, request: Request) -> Any:
     """200 once the model can answer; 503 before, and while shutting down."""
-    return p.Status(status="ready") if serving.is_ready else json_response(p.Status(status="not ready"), 503)
+    is_ready = serving.opened.done() and serving.client.error is None and not serving.client.draining
+    return p.Status(status="ready") if is_ready else json_response(p.Status(status="not ready"), 503)
 
 
 async def version(serving: Serving, body: None, request: Request) -> Any:
@@ -64,18 +48,15 @@ async def version(serving: Serving, body: None, request: Request) -> Any:
 
 async def server_info(serving: Serving, body: None, request: Request) -> Any:
     """What is served, with which options, and how busy the engine is (its gauges after the last step)."""
-    await serving.ready()
     info = serving.info
     return p.ServerInfo(version=VERSION, model=info, config=dict(info.lines), stats=serving.client.stats)
 
 
 async def models(serving: Serving, body: None, request: Request) -> Any:
-    await serving.ready()
     return p.ModelList(object="list", data=[_model(serving, name) for name in serving.args.names])
 
 
 async def model(serving: Serving, body: None, request: Request) -> Any:
-    await serving.ready()
     serving.check_model(request.path_params["name"])
     return _model(serving, request.path_params["name"])
 
@@ -85,50 +66,47 @@ def _model(serving: Serving, name: str) -> Any:
     return p.Model(id=name, max_model_len=serving.info.max_model_len, **about)
 
 
-async def tokenize(serving: Serving, body: p.TokenizeBody, request: Request) -> Any:
-    prompt, special, size = body.prompt, body.add_special_tokens is not False, request.state.size
-    require((prompt is None) != (body.messages is None), "prompt", "either prompt or messages must be given")
-    if prompt is None:
-        ids = await serving.render(body, size)
+async def tokenize(serving: Serving, body: Any, request: Request) -> Any:
+    require((body.prompt is None) != (body.messages is None), "prompt", "either prompt or messages must be given")
+    if body.prompt is None:
+        ids = await asyncio.to_thread(serving.render, body)
     else:
-        ids = await aside(size, lambda: serving.encode(prompt, special, "prompt"))
+        ids = await asyncio.to_thread(serving.encode, body.prompt, body.add_special_tokens is not False, "prompt")
     names = [serving.tokenizer.token_str(i) for i in ids] if body.return_token_strs else None
     return p.Tokens(count=len(ids), max_model_len=serving.info.max_model_len, tokens=ids, token_strs=names)
 
 
-async def detokenize(serving: Serving, body: p.DetokenizeBody, request: Request) -> Any:
-    return p.Text(
-        prompt=await aside(request.state.size, lambda: serving.tokenizer.decode(body.tokens, skip_special_tokens=False))
-    )
+async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
+    return p.Text(prompt=await asyncio.to_thread(serving.tokenizer.decode, body.tokens, False))
 
 
-OPERATIONS = (
-    Operation("POST", "/v1/chat/completions", chat_completions, p.ChatBody, p.ChatCompletion, "Answer a conversation"),
-    Operation("POST", "/v1/completions", completions, p.CompletionBody, p.Completion, "Continue a text"),
-    Operation("GET", "/v1/models", models, None, p.ModelList, "The model, under each of its names"),
-    Operation("GET", "/v1/models/{name:path}", model, None, p.Model, "One of them"),
-    Operation("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
-    Operation("POST", "/detokenize", detokenize, p.DetokenizeBody, p.Text, "Token ids to text"),
-    Operation("GET", "/health", health, None, p.Status, "Whether the server is alive"),
-    Operation("GET", "/ready", ready, None, p.Status, "Whether the model can answer"),
-    Operation("GET", "/version", version, None, p.Version, "The version of sparkrt"),
-    Operation("GET", "/server_info", server_info, None, p.ServerInfo, "Configuration and gauges"),
+# method, path, handler, struct of the request body (None: it has none), struct of the answer, summary
+OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
+    ("POST", "/v1/chat/completions", chat_completions, p.ChatBody, p.ChatCompletion, "Answer a conversation"),
+    ("POST", "/v1/completions", completions, p.CompletionBody, p.Completion, "Continue a text"),
+    ("GET", "/v1/models", models, None, p.ModelList, "The model, under each of its names"),
+    ("GET", "/v1/models/{name:path}", model, None, p.Model, "One of them"),
+    ("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
+    ("POST", "/detokenize", detokenize, p.DetokenizeBody, p.Text, "Token ids to text"),
+    ("GET", "/health", health, None, p.Status, "Whether the server is alive"),
+    ("GET", "/ready", ready, None, p.Status, "Whether the model can answer"),
+    ("GET", "/version", version, None, p.Version, "The version of sparkrt"),
+    ("GET", "/server_info", server_info, None, p.ServerInfo, "Configuration and gauges"),
 )
 
 
-def _endpoint(serving: Serving, op: Operation) -> Callable[[Request], Awaitable[Any]]:
+def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Request], Awaitable[Any]]:
     """The way of every request: its body read and checked, the handler, and what goes wrong turned into an error response."""
 
     async def answer(request: Request) -> Any:
         body = None
         try:
-            if op.body is not None:
-                raw = await read_body(request)
-                request.state.size = len(raw)
-                body = decode(raw, op.body)
-                await serving.ready()
-                serving.check_model(body.model)
-            found = await op.handler(serving, body, request)
+            if kind is not None:
+                body = decode(await read_body(request), kind)
+            if handler not in (health, ready, version):
+                await asyncio.shield(serving.opened)
+            serving.check_model(body.model if body is not None else None)
+            found = await handler(serving, body, request)
         except ClientDisconnect:
             return Response(status_code=499)  # goes nowhere
         except Exception as error:
@@ -141,20 +119,24 @@ def _endpoint(serving: Serving, op: Operation) -> Callable[[Request], Awaitable[
 @cache
 def document() -> Response:
     """OpenAPI, from the structs that are decoded and encoded. Made once, at the first question."""
-    types = dict.fromkeys([p.ErrorBody, *(t for op in OPERATIONS for t in (op.body, op.answer) if t is not None)])
+    types = dict.fromkeys([p.ErrorBody, *(kind for row in OPERATIONS for kind in row[3:5] if kind is not None)])
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     content = {kind: {"application/json": {"schema": schema}} for kind, schema in zip(types, schemas, strict=True)}
     failure = {"description": "The request is wrong, or cannot be served now", "content": content[p.ErrorBody]}
-    paths: dict[str, Any] = {}
-    for op in OPERATIONS:
-        responses = {"200": {"description": "The answer", "content": content[op.answer]}, "default": failure}
-        entry: dict[str, Any] = {"summary": op.summary, "operationId": op.handler.__name__, "responses": responses}
-        if op.body is not None:
-            entry["requestBody"] = {"required": True, "content": content[op.body]}
-        if names := re.findall(r"{(\w+)", op.path):
+    paths, refused = dict[str, Any](), {name for fields in p.REFUSED.values() for name in fields}
+    for method, path, handler, body, answer, summary in OPERATIONS:
+        responses = {"200": {"description": "The answer", "content": content[answer]}, "default": failure}
+        entry: dict[str, Any] = {"summary": summary, "operationId": handler.__name__, "responses": responses}
+        if body is not None:
+            entry["requestBody"] = {"required": True, "content": content[body]}
+        if names := re.findall(r"{(\w+)", path):
             entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-        paths.setdefault(re.sub(r":\w+}", "}", op.path), {})[op.method.lower()] = entry
-    info = {"title": "sparkrt", "version": VERSION, "description": RULE}
+        paths.setdefault(re.sub(r":\w+}", "}", path), {})[method.lower()] = entry
+    rule = (
+        "Every field that is not required may be null, which equals absent. Fields not listed here are accepted and have no "
+        f"effect, except those that would change the answer, which are refused by name: {', '.join(sorted(refused))}."
+    )
+    info = {"title": "sparkrt", "version": VERSION, "description": rule}
     return json_response({"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}})
 
 
@@ -169,7 +151,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def build_app(serving: Serving) -> Starlette:
-    routes = [Route(op.path, _endpoint(serving, op), methods=[op.method]) for op in OPERATIONS]
+    routes = [Route(path, _endpoint(serving, handler, body), methods=[method]) for method, path, handler, body, *_ in OPERATIONS]
     routes.append(Route("/openapi.json", lambda request: document()))
     origins = serving.args.allowed_origins
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])] if origins else []

@@ -19,8 +19,8 @@ from sparkrt.engine.messages import EngineOutput
 from sparkrt.engine.outputs import Logprob, RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
 from sparkrt.errors import EngineFatal
-from sparkrt.serve.http import describe, event, event_stream
-from sparkrt.serve.protocol import CachedTokens, GenerationBody, StreamOptions, Usage
+from sparkrt.serve.http import describe, event_stream
+from sparkrt.serve.protocol import CachedTokens, StreamOptions, Usage
 from sparkrt.serve.serving import Serving
 
 log = logging.getLogger("sparkrt.serve")
@@ -52,10 +52,7 @@ class _Choice:
         self._text = self._tokens = 0
 
     def take(self, interval: int | None) -> Piece | None:
-        """The next piece; None while it shows nothing new, or fewer than `interval` tokens after the first piece.
-
-        Interval None: one piece, the whole answer.
-        """
+        """The next piece; None while it shows nothing new, or fewer than `interval` tokens (None: not all) after the first."""
         output, text, tokens = self.answer.output, self._text, self._tokens
         few = interval is None or len(output.text) == text or (len(output.token_ids) - tokens < interval and tokens > 0)
         if self.over or (few and not self.answer.finished):
@@ -74,7 +71,7 @@ class Generation(ABC):
 
     kind: str  # begins the ids of its answers
 
-    def __init__(self, serving: Serving, body: GenerationBody, prompts: list[list[int]], params: SamplingParams) -> None:
+    def __init__(self, serving: Serving, body: Any, prompts: list[list[int]], params: SamplingParams) -> None:
         self.tokenizer = serving.tokenizer
         self.params = params
         self.body = body
@@ -94,8 +91,6 @@ class Generation(ABC):
         if serving.args.enable_log_requests:
             shown = {name: value for name, value in asdict(params).items() if name not in _PRIVATE}
             log.info("%s arrived: %s prompt tokens, %s", self._head["id"], sum(map(len, prompts)), shown)
-
-    # told by the engine's client
 
     def admit(self) -> None:
         self._admitted = True
@@ -123,14 +118,10 @@ class Generation(ABC):
 
     async def respond(self, request: Request) -> Any:
         """The answer, once the engine has taken the request. Raises what the engine refuses it with."""
-        try:
-            while not self._admitted and self._error is None:
-                await self._change()
-            if self._error is not None:
-                raise self._error
-        except BaseException:
-            self.close()
-            raise
+        while not self._admitted and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
         return event_stream(self._events(request)) if self.body.stream else await self._whole(request)
 
     @contextlib.asynccontextmanager
@@ -154,7 +145,7 @@ class Generation(ABC):
             pieces = [piece async for found in self._pieces(None) for piece in found]
         return self.write(sorted(pieces, key=lambda piece: piece.index), False, usage=self._usage(), **self._head)
 
-    async def _events(self, request: Request) -> AsyncGenerator[bytes]:
+    async def _events(self, request: Request) -> AsyncGenerator[list[Any]]:
         """An error after the first byte cannot change the status any more: it is sent as an event."""
         options = self.body.stream_options or StreamOptions()
         try:
@@ -162,13 +153,13 @@ class Generation(ABC):
                 async for pieces in self._pieces(self._serving.args.stream_interval):
                     usage = self._usage() if options.include_usage and options.continuous_usage_stats else None
                     parts = [part for piece in pieces for part in self.parts(piece)]
-                    yield b"".join(event(self.write([part], True, usage=usage, **self._head)) for part in parts)
+                    yield [self.write([part], True, usage=usage, **self._head) for part in parts]
             if options.include_usage:
-                yield event(self.write([], True, usage=self._usage(), **self._head))
+                yield [self.write([], True, usage=self._usage(), **self._head)]
         except ClientDisconnect:
             pass
         except Exception as error:
-            yield event(describe(error)[0])
+            yield [describe(error)[0]]
 
     async def _pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
         """What became visible, as it comes: each choice's last piece has a finish_reason. Raises what `close` was given."""

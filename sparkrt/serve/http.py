@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import AsyncGenerator, Iterator
-from functools import cache
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -17,35 +16,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from sparkrt.serve.protocol import Body, ErrorBody, ErrorDetail
+from sparkrt.serve.protocol import REFUSED, ErrorBody, ErrorDetail
 
 log = logging.getLogger("sparkrt.serve")
-
 MAX_BODY = 32 * 2**20  # bytes
 KEEP_ALIVE = 75  # s; longer than clients keep theirs, so that none writes into a connection we are closing
-
 encode = msgspec.json.Encoder().encode  # NaN and infinity become null: never invalid JSON
-
-_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
+_NAMES = {400: "BadRequest", 404: "NotFound", 405: "MethodNotAllowed", 413: "RequestTooLarge", 415: "UnsupportedMediaType"}
+_NAMES |= {500: "InternalServer", 503: "ServiceUnavailable"}
+_KINDS = [(kind, msgspec.defstruct("Refused", [(name, Any, None) for name in REFUSED[kind]])) for kind in REFUSED]
+_DECODERS = {kind: (msgspec.json.Decoder(kind), msgspec.json.Decoder(refused)) for kind, refused in _KINDS}
 _PLACE = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
-def require(holds: bool, param: str, message: str) -> None:
+def require(holds: object, param: str, message: str) -> None:
     if not holds:
         raise RequestError(message, param=param)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> Any:
     """`code` is OpenAI's machine-readable reason where there is one, else the status."""
-    kind = _TYPES.get(status, "BadRequestError")
+    kind = f"{_NAMES.get(status, 'BadRequest')}Error"
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code or status))
 
 
@@ -79,18 +70,11 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-@cache
-def _decoders(kind: type[Body]) -> tuple[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]]:
-    """Of a body's fields, and of those that are refused."""
-    refused = msgspec.defstruct("Refused", [(name, Any, None) for name in kind.refused])
-    return msgspec.json.Decoder(kind), msgspec.json.Decoder(refused)
-
-
-def decode(raw: bytes, kind: type[Body]) -> Body:
+def decode(raw: bytes, kind: Any) -> Any:
     """`raw` as a `kind`. Raises RequestError naming a field of a wrong type or refused, and for anything not strict JSON."""
     try:
         raw.decode()  # also what the decoders would skip
-        body, extras = (decoder.decode(raw) for decoder in _decoders(kind))
+        body, extras = (decoder.decode(raw) for decoder in _DECODERS[kind])
     except UnicodeDecodeError:
         raise RequestError("the body is not valid UTF-8") from None
     except msgspec.ValidationError as error:
@@ -100,10 +84,10 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         raise RequestError(f"the body is not valid JSON: {error}{hint}") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    for name, harmless in kind.refused.items():
+    for name, harmless in REFUSED[kind].items():
         value = getattr(extras, name)
         require(value is None or value in harmless, name, f"{name} is not supported by this server")
-    return body  # type: ignore[no-any-return]
+    return body
 
 
 def _explain(message: str) -> RequestError:
@@ -117,19 +101,16 @@ def _explain(message: str) -> RequestError:
     return RequestError(f"{path or 'the body'}: {what[0].lower()}{what[1:]}", param=param)
 
 
-def event(value: Any) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
-
-
-def event_stream(events: AsyncGenerator[bytes]) -> ASGIApp:
-    """Server-sent events as a plain ASGI response: each block is written as it comes."""
+def event_stream(events: AsyncGenerator[list[Any]]) -> ASGIApp:
+    """Server-sent events as a plain ASGI response: those of a list are written at once, as it comes."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     headers.append((b"x-accel-buffering", b"no"))  # a proxy that collects a stream defeats it
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with contextlib.aclosing(events):
-            async for block in events:
+            async for values in events:
+                block = b"".join(b"data: " + encode(value) + b"\n\n" for value in values)
                 await send({"type": "http.response.body", "body": block, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
@@ -139,14 +120,12 @@ def event_stream(events: AsyncGenerator[bytes]) -> ASGIApp:
 class HttpServer(uvicorn.Server):
     """uvicorn with two of its manners changed: signals are ours, and what is not HTTP gets the error body all else gets."""
 
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+
     def __init__(self, app: ASGIApp, log_level: str) -> None:
         options: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
         options |= {"http": _Protocol, "log_level": log_level, "timeout_keep_alive": KEEP_ALIVE}
         super().__init__(uvicorn.Config(app, loop="none", **options))
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Protocol(HttpToolsProtocol):

@@ -15,18 +15,16 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from sparkrt.engine.config import load_engine, load_text
+from sparkrt.engine.config import Progress
 from sparkrt.errors import LoadError, SparkrtError
-from sparkrt.serve.args import ENGINE_OPTIONS, ServeArgs, parse
-from sparkrt.serve.cli import VERSION
-from sparkrt.serve.client import EngineClient
+from sparkrt.serve.cli import ENGINE_OPTIONS, VERSION, WITHOUT_EFFECT, ServeArgs
+from sparkrt.serve.engine import SIGNALS, EngineClient, Loader
 
 if TYPE_CHECKING:
     from sparkrt.serve.serving import OpenText, Serving
-    from sparkrt.serve.worker import Loader
 
 log = logging.getLogger("sparkrt.serve")
 
@@ -35,31 +33,24 @@ UNWINDING = 2.0  # s that failed requests get to say so
 STATS_INTERVAL = 10.0  # s
 
 
-def serve(argv: list[str]) -> int:
-    """Exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 cannot serve (any more), 2 wrong command line."""
-    return run(parse(argv), load_engine, load_text)
-
-
 def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
-    """Serve until told to stop. `loader` runs in the engine process, `open_text` in a thread of this one."""
+    """Serve until told to stop (0) or unable to (1). `loader` runs in the engine process, `open_text` in a thread of this one."""
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
-    with contextlib.ExitStack() as stack:
-        try:
-            listener = _listen(args.host, args.port)
-            client = EngineClient(args.engine, loader)
-            stack.callback(client.close)
+    try:
+        listener = _listen(args.host, args.port)
+        with contextlib.closing(EngineClient(args.engine, loader, _loading_shown())) as client:
             client.start()
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(args, client, listener, open_text, began))
-        except KeyboardInterrupt:
-            return 0
-        except SparkrtError as error:
-            print(f"sparkrt: error: {error}", file=sys.stderr)
-            return 1
+    except KeyboardInterrupt:
+        return 0
+    except SparkrtError as error:
+        print(f"sparkrt: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -74,7 +65,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float) -> int:
     loop = asyncio.get_running_loop()
     stop, again = asyncio.Event(), asyncio.Event()  # the first Ctrl-C or SIGTERM, and one that ends the patience of the first
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, lambda: (again if stop.is_set() else stop).set())
     client.attach()
     from sparkrt.serve.app import build_app  # the web stack comes in while the engine loads
@@ -85,15 +76,14 @@ async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket,
     http = HttpServer(build_app(serving), args.uvicorn_log_level)
     served = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
-        with _loading_shown(client):
-            await _first(serving.open(open_text), stop.wait())
+        await _first(serving.open(open_text), stop.wait())
         if not stop.is_set():
             port = listener.getsockname()[1]
             where = f"[{args.host}]:{port}" if ":" in args.host else f"{args.host}:{port}"
             _print_summary(serving, f"in {time.monotonic() - began:.1f} s at http://{where}/v1")
             gc.collect()
             gc.freeze()  # what is loaded stays: not worth walking again
-            await _first(client.ended(), stop.wait(), *([] if args.disable_log_stats else [_log_stats(client)]))
+            await _first(client.ended.wait(), stop.wait(), *([] if args.disable_log_stats else [_log_stats(client)]))
         if not stop.is_set():
             log.critical("%s", client.error)
             await _first(stop.wait(), asyncio.sleep(LINGER))
@@ -121,27 +111,19 @@ async def _first(*things: Awaitable[Any]) -> None:
         future.result()
 
 
-@contextlib.contextmanager
-def _loading_shown(client: EngineClient) -> Iterator[None]:
-    """A progress bar on a terminal, a line per phase elsewhere; on stderr."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("starting", total=None)
-            client.on_loading = lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)
-            yield
-        return
-    phases: list[str] = []
+def _loading_shown() -> Progress:
+    """Shows progress on stderr: a line that changes on a terminal, a line per phase elsewhere."""
+    shown = set[str]()
 
     def show(what: str, done: int, total: int) -> None:
-        if phases[-1:] != [what]:
+        if sys.stderr.isatty():
+            share = "" if done == total > 0 else f"{what} {100 * done // total} %" if total else f"{what} ..."
+            print(f"\x1b[K{share}", end="\r", file=sys.stderr, flush=True)
+        elif what not in shown:
             print(f"{what} ...", file=sys.stderr, flush=True)
-        phases.append(what)
+        shown.add(what)
 
-    client.on_loading = show
-    yield
+    return show
 
 
 def _print_summary(serving: Serving, ready: str) -> None:
@@ -153,7 +135,8 @@ def _print_summary(serving: Serving, ready: str) -> None:
         ("dtype", f"{info.dtype} on {info.device}"),
         *((what, value) for what, value in info.lines if what not in ENGINE_OPTIONS),
         ("options", textwrap.fill(config, 110, subsequent_indent=" " * 15, break_long_words=False)),
-        *(("note", note) for note in (*info.warnings, *args.notes)),
+        *(("note", warning) for warning in info.warnings),
+        *(("note", f"{flag} has no effect: {WITHOUT_EFFECT[flag][1]}") for flag in dict.fromkeys(args.without_effect)),
         ("ready", ready),
     ]
     print(f"sparkrt {VERSION}", *(f"  {what:<12} {value}" for what, value in lines), sep="\n", flush=True)
@@ -167,9 +150,8 @@ async def _log_stats(client: EngineClient) -> None:
         now = client.stats
         prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generation_tokens - before.generation_tokens
         if prompt or generated:
+            rates = f"Avg prompt throughput: {prompt / STATS_INTERVAL:.1f} tokens/s, "
+            rates += f"Avg generation throughput: {generated / STATS_INTERVAL:.1f} tokens/s"
             busy = f"Running: {now.running} reqs, Waiting: {now.waiting} reqs"
-            used = 100 * (1 - now.free_blocks / max(now.total_blocks, 1))
-            speeds = ((kind, tokens / STATS_INTERVAL) for kind, tokens in (("prompt", prompt), ("generation", generated)))
-            rates = ", ".join(f"Avg {kind} throughput: {speed:.1f} tokens/s" for kind, speed in speeds)
-            log.info("%s, %s, KV cache usage: %.1f%%", rates, busy, used)
+            log.info("%s, %s, KV cache usage: %.1f%%", rates, busy, 100 * (1 - now.free_blocks / max(now.total_blocks, 1)))
         before = now

@@ -14,7 +14,7 @@ from pathlib import Path
 from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob, ModelInfo
 from sparkrt.errors import CapacityError, EngineFatal, LoadError, RequestError
-from sparkrt.serve.args import parse
+from sparkrt.serve.cli import parse
 from sparkrt.serve.server import run
 from sparkrt.text.template import ChatTemplate
 from sparkrt.text.tokenizer import Tokenizer

@@ -158,12 +158,12 @@ def test_no_half_characters_in_streams(reciter: Reciter) -> None:
 
 def test_null_equals_absent(reciter: Reciter) -> None:
     """A06"""
-    from sparkrt.serve.protocol import ChatBody, CompletionBody
+    from sparkrt.serve.protocol import REFUSED, ChatBody, CompletionBody
 
-    nulls = dict.fromkeys([*CompletionBody.__struct_fields__, *CompletionBody.refused])
+    nulls = dict.fromkeys([*CompletionBody.__struct_fields__, *REFUSED[CompletionBody]])
     body = {**nulls, "prompt": "\n", "temperature": 0}
     assert reciter.server.post(COMPLETIONS, body)["choices"] == reciter.server.complete(prompt="\n", temperature=0)["choices"]
-    nulls = dict.fromkeys([*ChatBody.__struct_fields__, *ChatBody.refused])
+    nulls = dict.fromkeys([*ChatBody.__struct_fields__, *REFUSED[ChatBody]])
     message = {"role": "user", "content": "Go on", "name": None, "tool_calls": None, "tool_call_id": None, "refusal": None}
     body = {**nulls, "messages": [message], "temperature": 0}
     assert reciter.server.post(CHAT, body)["choices"] == reciter.server.chat("Go on", temperature=0)["choices"]

@@ -102,7 +102,7 @@ def test_fields_of_chat(tiny: Server) -> None:
         assert param == field
     assert tiny.post(CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400)["param"] == "top_logprobs"
     assert refused(tiny, CHAT, "tools", [{"type": "function"}]) == "tools[0]"
-    for kwargs in ({"chat_template": "{{ 1 }}"}, {"messages": []}):  # X01
+    for kwargs in ({"chat_template": "{{ 1 }}"}, {"messages": []}, {"tools": []}):  # X01
         assert refused(tiny, CHAT, "chat_template_kwargs", kwargs).startswith("chat_template_kwargs.")
     assert tiny.post(CHAT, {}, 400)["param"] == "messages"
 
