@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, cases
 from sparkrt.ops.operator import Operator
 from sparkrt.ops.registry import OPERATORS
 from sparkrt.runtime import open_backend
