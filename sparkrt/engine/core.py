@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +19,8 @@ from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Lo
 from sparkrt.engine.params import check_prompt_ids
 from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler, Slice
 from sparkrt.errors import EngineFatal, RequestError
-from sparkrt.model.batch import ForwardBatch, MixedBatchResult, PrefillSlice, SamplerParams, TokenLogprobs
+from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
 from sparkrt.model.model import Model
-
-if TYPE_CHECKING:
-    from sparkrt.engine.llm import Loop
 
 log = logging.getLogger("sparkrt.engine")
 _SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in SamplerParams.__dataclass_fields__)
@@ -47,7 +42,6 @@ class EngineCore:
         self._requests: dict[str, Job] = {}
         self._outbox: list[EngineOutput] = []
         self._in_flight: tuple[int, Plan] | None = None
-        self._turn: weakref.ref[EngineCore | Loop] = weakref.ref(self)  # weak: a forgotten loop must be collected
         self._seeds = random.Random(config.seed)
         self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
         self._waited = 0.0  # s
@@ -63,7 +57,7 @@ class EngineCore:
         if len(ids) + request.max_tokens > context:
             text = f"prompt ({len(ids)} tokens) + max_tokens ({request.max_tokens}) exceed the context of {context}"
             raise RequestError(text, param="max_tokens", code="context_length_exceeded")
-        job = Job(request)
+        job = Job(request, self._outbox)
         if request.max_tokens == 0 and not job.scored:  # nothing is asked of the model
             self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason="length"))
             return
@@ -74,7 +68,7 @@ class EngineCore:
         """Stop these requests now; unknown ids are ignored. Their "abort" outputs come with the next step."""
         for request_id in request_ids:
             if (job := self._requests.get(request_id)) is not None:
-                self._tell(job, "abort")
+                self._abort(job)
 
     @property
     def has_work(self) -> bool:
@@ -86,15 +80,17 @@ class EngineCore:
         """Whether requests wait and nothing of the engine's own will make room: decode loops hold it."""
         return len(self._requests) == len(self.scheduler.waiting) > 0 and self._in_flight is None
 
-    def step(self) -> list[EngineOutput]:
-        """Run one step; returns the news of requests, in the order of rows. Raises EngineFatal when the engine is broken
-        (every request got its "error" output from the step before).
+    def step(self, outbox: list[EngineOutput] | None = None) -> list[EngineOutput]:
+        """Run one step, of requests or of the decode loop with this `outbox`; returns their news, in the order of rows.
+
+        Raises EngineFatal when the engine is broken (every request got its "error" output from the step before).
         """
         self._check_alive()
-        began, waited = perf_counter(), self._waited
+        outbox, began, waited = self._outbox if outbox is None else outbox, perf_counter(), self._waited
         try:
-            self.take_turn(self)
-            launched = self._launch()
+            if self._in_flight is not None and self._in_flight[1].outbox is not outbox:
+                self.settle()  # at most one step runs ahead
+            launched = self._launch(outbox)
             if self.config.async_scheduling:  # from here until the next step, the host is one step behind
                 launched, self._in_flight = self._in_flight, launched
             if launched is not None:
@@ -103,82 +99,87 @@ class EngineCore:
                 self.check_integrity()
         except EngineFatal as error:
             self._die(error)
-        outputs, self._outbox = self._outbox, []
+        outputs = outbox[:]
+        outbox.clear()
         self._stats.step_seconds += (total := perf_counter() - began)
         self._stats.host_seconds += total - (self._waited - waited)
         return outputs
 
-    def _launch(self) -> tuple[int, Plan] | None:
+    def _launch(self, outbox: list[EngineOutput]) -> tuple[int, Plan] | None:
         """Admit, plan and enqueue the next step. A failure ends the requests of that step and nothing else."""
-        while (job := self.scheduler.admit()) is not None:
-            with self._failing([job]):
-                job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
-        if not (plan := self.scheduler.plan()):
+        while outbox is self._outbox and (job := self.scheduler.admit()) is not None:
+            self._start(job)
+        if not (plan := self.scheduler.plan(outbox)):
             return None
-        step = None
-        with self._failing(plan.jobs):
-            step = self.launch(plan), plan
-            self.scheduler.launched(plan)
-            self._stats.steps += 1
-            self._stats.prompt_tokens += sum(part.stop - part.start for part in plan.prefill)
-        return step
+        if plan.prefill and outbox is not self._outbox:
+            plan.decode.clear()  # the rows of a loop wait for each other
+        try:
+            batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
+            for part in plan.prefill:
+                assert part.job.seq is not None
+                tokens = np.array(part.job.message.prompt_ids[part.start : part.stop], np.int32)
+                batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, _targets(part)))
+            began = perf_counter()
+            handle = self.model.launch(batch)
+            self._waited += perf_counter() - began if self.config.device == "host" else 0.0  # the launch is the computation
+        except BaseException as error:
+            self._fail(plan.jobs, error)
+            return None
+        self.scheduler.launched(plan)
+        self._stats.steps += 1
+        self._stats.prompt_tokens += sum(part.stop - part.start for part in plan.prefill)
+        return handle, plan
 
-    def launch(self, plan: Plan) -> int:
-        """Enqueue a step. It is timed as waiting where the launch itself is the computation (host)."""
-        batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
-        for part in plan.prefill:
-            assert part.job.seq is not None
-            tokens = np.array(part.job.message.prompt_ids[part.start : part.stop], np.int32)
-            batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, _targets(part)))
-        began = perf_counter()
-        handle = self.model.launch(batch)
-        self._waited += perf_counter() - began if self.config.device == "host" else 0.0
-        return handle
-
-    def collect(self, handle: int) -> MixedBatchResult:
-        """`model.collect`, timed as waiting."""
-        began = perf_counter()
-        result = self.model.collect(handle)
-        self._waited += perf_counter() - began
-        return result
+    def _start(self, job: Job) -> None:
+        try:
+            job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
+        except BaseException as error:
+            self._fail([job], error)
 
     def _collect(self, handle: int, plan: Plan) -> None:
         """Read a step and tell its news, and let go of what nothing in flight uses any more."""
-        with self._failing(plan.jobs):
+        began = perf_counter()
+        try:
             try:
-                result = self.collect(handle)
+                result = self.model.collect(handle)
             finally:  # those that ended before this step was read; from here on, who ends is let go at once
+                self._waited += perf_counter() - began
                 for job in self.scheduler.collected(plan):
                     self._release(job)
-            scored = [part.job for part in plan.prefill if _targets(part) is not None]
-            for job, scores in zip(scored, result.prompt_logprobs, strict=True):
-                job.prompt_logprobs += [_logprob(row, job.message.prompt_logprobs or 0) for row in scores]
+            if plan.prefill:
+                scored = [part.job for part in plan.prefill if _targets(part) is not None]
+                for job, rows in zip(scored, result.prompt_logprobs, strict=True):
+                    job.prompt_logprobs += [_logprob(row, job.message.prompt_logprobs or 0) for row in rows]
             for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
             for job, _, stop, _ in plan.prefill:
                 if stop == job.prompt and job.max_tokens == 0 and not job.finished:
-                    self._tell(job, prompt_logprobs=job.prompt_logprobs, finish_reason="length")
+                    scores = job.prompt_logprobs
+                    self._tell(job, EngineOutput(request_id=job.request_id, prompt_logprobs=scores, finish_reason="length"))
+        except BaseException as error:
+            self._fail(plan.jobs, error)
 
     def _emit(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
         job.emitted += 1
         self._stats.generation_tokens += 1
-        news: dict[str, Any] = {"token_ids": [token]}
+        output = EngineOutput(request_id=job.request_id, token_ids=[token])
         if job.scored and job.emitted == 1:
-            news["prompt_logprobs"] = job.prompt_logprobs
+            output.prompt_logprobs = job.prompt_logprobs
         if row is not None:
-            news["logprobs"] = [_logprob(row, job.message.logprobs or 0)]
+            output.logprobs = [_logprob(row, job.message.logprobs or 0)]
         if token in job.stop_ids and job.emitted > job.message.min_tokens:
-            news |= {"finish_reason": "stop", "stop_token": token}
+            output.finish_reason, output.stop_token = "stop", token
         elif job.emitted == job.max_tokens:
-            news["finish_reason"] = "length"
-        self._tell(job, **news)
+            output.finish_reason = "length"
+        self._tell(job, output)
 
-    def _tell(self, job: Job, finish_reason: str | None = None, **news: Any) -> None:
-        """News of a request. After the last, slot and blocks go back: now, or when the last step in flight is collected."""
-        self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason=finish_reason, **news))
-        if finish_reason is not None:
-            del self._requests[job.request_id]
+    def _tell(self, job: Job, output: EngineOutput) -> None:
+        """After the last output, slot and blocks go back: now, or when the last step in flight is collected."""
+        job.outbox.append(output)
+        if output.finish_reason is not None:
+            if job.outbox is self._outbox:
+                del self._requests[job.request_id]
             if self.scheduler.finish(job):
                 self._release(job)
 
@@ -194,20 +195,20 @@ class EngineCore:
             self.model.release(job.seq)
             job.seq = None
 
-    @contextmanager
-    def _failing(self, jobs: Iterable[Job]) -> Iterator[None]:
-        """Whatever goes wrong inside ends these requests and nothing else; interrupts go on, and leave the books whole."""
-        try:
-            yield
-        except EngineFatal:
-            raise
-        except BaseException as error:
-            log.error("a step failed", exc_info=error)
-            for job in jobs:
-                if not job.finished:
-                    self._tell(job, "error", error=f"{type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
-                raise
+    def _abort(self, job: Job) -> None:
+        self._tell(job, EngineOutput(request_id=job.request_id, finish_reason="abort"))
+
+    def _fail(self, jobs: list[Job], error: BaseException) -> None:
+        """Whatever goes wrong ends these requests and nothing else. Interrupts, and errors of decode loops, go on from here."""
+        if isinstance(error, EngineFatal):
+            raise error
+        text = f"{type(error).__name__}: {error}"
+        for job in jobs:
+            if not job.finished:
+                self._tell(job, EngineOutput(request_id=job.request_id, finish_reason="error", error=text))
+        if not isinstance(error, Exception) or jobs[0].outbox is not self._outbox:
+            raise error
+        log.error("a step failed", exc_info=error)
 
     def _die(self, error: EngineFatal) -> None:
         """The device or an invariant is broken: every request gets its error, the next call raises. Nothing is given back."""
@@ -222,36 +223,32 @@ class EngineCore:
         if self._closed:
             raise EngineFatal("the engine is closed")
 
-    def take_turn(self, who: EngineCore | Loop) -> None:
-        """`who` is about to launch: whoever else left a step in flight reads it first, so at most one step runs ahead."""
-        self._check_alive()
-        if (turn := self._turn()) is not who:
-            if turn is not None:
-                turn.settle()
-            self._turn = weakref.ref(who)
-
     def settle(self) -> None:
         """Read what is in flight and keep its news for later."""
         if self._in_flight is not None:
             due, self._in_flight = self._in_flight, None
             self._collect(*due)
 
-    def claim(self, job: Job) -> None:
-        """Give a decode loop's row its sequence, out of the books of requests. Raises CapacityError when there is no room now."""
+    def open_loop(self, requests: Iterable[EngineRequest], outbox: list[EngineOutput]) -> list[Job]:
+        """Admit the rows of a decode loop past the queue. Raises CapacityError when there is no room for all of them now."""
         self._check_alive()
-        self.scheduler.claim(job)
+        jobs = [Job(request, outbox) for request in requests]
         try:
-            job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
+            for job in jobs:
+                self.scheduler.claim(job)
+                self._start(job)
         except BaseException:
-            self.scheduler.release(job)
+            self.close_loop(jobs)
             raise
+        return jobs
 
-    def unclaim(self, job: Job) -> None:
-        """Take a decode loop's sequence back, nothing of it being in flight; again is fine."""
-        if job.seq is not None:
-            job.in_flight = 0
-            self.scheduler.release(job)
-            self._release(job)
+    def close_loop(self, jobs: Iterable[Job]) -> None:
+        """Take back what a decode loop still holds; again is fine."""
+        if held := [job for job in jobs if job in self.scheduler.admitted]:
+            self.settle()
+            for job in held:
+                if not job.finished:
+                    self._abort(job)
 
     def stats(self) -> EngineStats:
         stats, waiting = self._stats, len(self.scheduler.waiting)
@@ -274,11 +271,9 @@ class EngineCore:
             return
         try:
             if self._fatal is None:
-                self.take_turn(self)
                 self.settle()
                 self.abort(list(self._requests))
-                for job in list(self.scheduler.admitted):  # of decode loops
-                    self.unclaim(job)
+                self.close_loop(list(self.scheduler.admitted))
                 if self.config.debug:
                     self.check_integrity()
         finally:

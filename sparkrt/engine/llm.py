@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from numbers import Integral
 from time import perf_counter
@@ -14,10 +13,10 @@ from typing import Any, Self, TypeAlias, overload
 from sparkrt.engine.answer import Answer
 from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.loading import load
-from sparkrt.engine.messages import EngineRequest
+from sparkrt.engine.messages import EngineOutput, EngineRequest
 from sparkrt.engine.outputs import RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
-from sparkrt.engine.scheduler import Job, Plan, Scheduler
+from sparkrt.engine.scheduler import Job
 from sparkrt.errors import CapacityError, RequestError, SparkrtError
 from sparkrt.text.template import check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
@@ -209,90 +208,42 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[int, bool], None]]:
 
 
 class Loop:
-    """What the two forms of decode loop share: prompts in step, on a scheduler of their own, beside the engine's.
+    """What the two forms of decode loop share: prompts that go on in step, whenever the caller asks and not before.
 
     A loop takes slots and KV blocks out of the same books as requests, so both may run side by side, and always gives them
     back: at the end, on `close`, at the end of a `with`, on an error, and when it is forgotten.
     """
 
-    _closed = True  # until there is something to give back
-
-    def __init__(self, llm: LLM, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | None = None) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[Ids], sampling_params: SamplingParams | None = None) -> None:
+        self._core, self._outbox, self._jobs, self._live = llm.core, list[EngineOutput](), list[Job](), set[str]()
         if not prompts:
             raise RequestError("no prompts", param="prompt")
-        self._core = core = llm.core
-        self._scheduler = Scheduler(replace(core.scheduler.limits, slots=len(prompts)))
-        self._ahead: tuple[int | list[int], Plan] | None = None  # a step launched, or read, before it was asked for
-        self._rows: list[Job] = []
-        self._prompting, self._closed = True, False
-        try:
-            for ids in prompts:
-                row = Job(llm.loop_request(ids, sampling_params))
-                core.claim(row)
-                self._rows.append(row)
-                self._scheduler.add(row)
-                self._scheduler.admit()
-        except BaseException:
-            self.close()
-            raise
+        self._jobs = self._core.open_loop([llm.loop_request(ids, sampling_params) for ids in prompts], self._outbox)
+        self._live |= {job.request_id for job in self._jobs}
 
     def _next(self) -> list[int | None]:
         """One step of the model, the first time as many as the prompts need."""
+        given, due = dict[str, int](), set(self._live)
         try:
-            if self._closed:
+            if not due:
                 raise StopIteration
-            self._core.take_turn(self)
-            given: dict[Job, int] = {}
-            while not given or self._prompting:
-                if (step := self._ahead or self._launch()) is None:
-                    raise StopIteration
-                # One step ahead: a row that stops in `step` runs once more for nothing.
-                self._ahead = self._launch() if self._core.config.async_scheduling and not self._prompting else None
-                self._read(*step, given)
-            return [given.get(row) for row in self._rows]
+            while due:
+                for out in self._core.step(self._outbox):
+                    if out.finish_reason is not None:
+                        self._live.remove(out.request_id)
+                    if out.error is not None:  # met by somebody else who read our step
+                        raise SparkrtError(f"the decode loop failed: {out.error}")
+                    given[out.request_id] = out.token_ids[0]
+                due -= given.keys()
+            return [given.get(job.request_id) for job in self._jobs]
         except BaseException:  # StopIteration included: whatever ended the loop, it holds nothing
             self.close()
             raise
 
-    def _launch(self) -> tuple[int, Plan] | None:
-        plan = self._scheduler.plan()
-        if self._prompting:
-            plan.decode.clear()  # whose prompt is read waits for the others
-        if not plan:
-            return None
-        handle = self._core.launch(plan)
-        self._scheduler.launched(plan)
-        self._prompting = self._prompting and any(row.prefilled < row.prompt for row in self._rows)
-        return handle, plan
-
-    def _read(self, step: int | list[int], plan: Plan, given: dict[Job, int]) -> None:
-        """Give a step's tokens. A row that ended gives its slot back, or after the step it still flies in."""
-        for row, token in zip(
-            plan.rows, self._core.collect(step).tokens.tolist() if isinstance(step, int) else step, strict=True
-        ):
-            if not row.finished:
-                given[row] = token
-                row.emitted += 1
-                if token in row.stop_ids or row.emitted == row.max_tokens:
-                    self._scheduler.finish(row)
-        for row in self._scheduler.collected(plan):
-            self._core.unclaim(row)
-
-    def settle(self) -> None:
-        """Read the step in flight: somebody else is about to launch."""
-        if self._ahead is not None and isinstance(step := self._ahead[0], int):
-            plan, self._ahead = self._ahead[1], None
-            self._ahead = self._core.collect(step).tokens.tolist(), plan
-
     def close(self) -> None:
         """Give everything back; again is fine."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self.settle()
-            finally:
-                for row in self._rows:
-                    self._core.unclaim(row)
+        self._live.clear()
+        self._core.close_loop(self._jobs)
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sparkrt.engine.messages import EngineRequest, Logprob
+from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.sequence import SequenceState
 
@@ -31,8 +31,9 @@ class Job:
     served = -1  # the last step that gave it a fair share of prefill
     seq: SequenceState | None = None  # from admission to the end
 
-    def __init__(self, message: EngineRequest) -> None:
-        self.message, self.request_id = message, message.request_id
+    def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
+        """Jobs that share an `outbox`, for their news, share steps."""
+        self.outbox, self.message, self.request_id = outbox, message, message.request_id
         self.prompt, self.max_tokens = len(message.prompt_ids), message.max_tokens
         self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
         self.stop_ids = frozenset(message.stop_token_ids)
@@ -57,6 +58,10 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
+
+    @property
+    def outbox(self) -> list[EngineOutput]:
+        return self.jobs[0].outbox
 
     @property
     def jobs(self) -> list[Job]:
@@ -89,8 +94,8 @@ class Scheduler:
         self.limits, self.free_slots, self.free_blocks = limits, limits.slots, limits.blocks
         self.waiting: OrderedDict[str, Job] = OrderedDict()
         self.admitted: set[Job] = set()  # holds a slot and blocks, finished ones still in flight included
-        self._prefilling: dict[str, Job] = {}
-        self._decoding: dict[str, Job] = {}
+        self._prefilling: dict[Job, None] = {}  # in order of admission
+        self._decoding: dict[Job, None] = {}
         self._step = 0
 
     def add(self, job: Job) -> None:
@@ -107,12 +112,11 @@ class Scheduler:
         job = next(iter(self.waiting.values()), None)
         if job is None or self.free_slots < 1 or job.blocks > self.free_blocks:
             return None
-        self.claim(job)
-        self._prefilling[job.request_id] = self.waiting.pop(job.request_id)
+        self.claim(self.waiting.pop(job.request_id))
         return job
 
     def claim(self, job: Job) -> None:
-        """Take a slot and blocks out of the books: for an admission, or for a decode loop beside the requests."""
+        """Admit past the queue, where decode loops do not wait. Raises CapacityError when there is no room now."""
         job.blocks = self.limits.blocks_for(job.prompt + job.max_tokens)
         if self.free_slots < 1 or job.blocks > self.free_blocks:
             slots, blocks = (
@@ -123,32 +127,34 @@ class Scheduler:
         self.free_slots -= 1
         self.free_blocks -= job.blocks
         self.admitted.add(job)
+        self._prefilling[job] = None
 
-    def plan(self) -> Plan:
-        """What the next step should run; changes nothing but which job is served next, so a failed launch needs no undoing.
+    def plan(self, outbox: list[EngineOutput]) -> Plan:
+        """What the next step of these jobs should run; only which is served next changes, so a failed launch needs no undoing.
 
         Prompts share what decode leaves of the budget: half goes to those nearest to their end, so that short ones overtake
         long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
         least one chunk runs in every step, even under a budget smaller than that.
         """
-        plan = Plan(list(self._decoding.values()))
-        if not self._prefilling:
+        plan = Plan([job for job in self._decoding if job.outbox is outbox])
+        prompts = [job for job in self._prefilling if job.outbox is outbox]
+        if not prompts:
             return plan
         budget, scored_rows = max(self.limits.budget - len(plan.decode), CHUNK), self.limits.scored_rows
-        nearest = sorted(self._prefilling.values(), key=lambda job: job.prompt - job.prefilled)
-        stops: dict[str, int] = {}
+        nearest = sorted(prompts, key=lambda job: job.prompt - job.prefilled)
+        stops: dict[Job, int] = {}
         self._step += 1
 
         def grant(job: Job, tokens: int) -> int:
             nonlocal scored_rows
-            start = stops.get(job.request_id, job.prefilled)
+            start = stops.get(job, job.prefilled)
             stop = min(start + (min(tokens, scored_rows) if job.scored else tokens), job.prompt)
             if stop < job.prompt:
                 stop -= stop % CHUNK
             if stop <= start:
                 return 0
             scored_rows -= stop - start if job.scored else 0
-            stops[job.request_id] = stop
+            stops[job] = stop
             return stop - start
 
         left = budget
@@ -156,14 +162,14 @@ class Scheduler:
             if not job.scored:  # rows of logits are scarce: only the even half hands them out fairly
                 left -= grant(job, left - budget // 2)
         share = max(left // len(nearest), CHUNK)
-        for job in sorted(self._prefilling.values(), key=lambda job: job.served):
+        for job in sorted(prompts, key=lambda job: job.served):
             if granted := grant(job, min(share, left)):
                 left -= granted
                 job.served = self._step
         for job in nearest:
             left -= grant(job, left)
-        for job in self._prefilling.values():
-            if stop := stops.get(job.request_id):
+        for job in prompts:
+            if stop := stops.get(job):
                 plan.prefill.append(Slice(job, job.prefilled, stop, stop == job.prompt and job.max_tokens > 0))
         return plan
 
@@ -173,34 +179,36 @@ class Scheduler:
             job.in_flight += 1
             job.generated += 1
             if job.generated == job.max_tokens:
-                del self._decoding[job.request_id]
+                del self._decoding[job]
         for job, _, stop, sample in plan.prefill:
             job.in_flight += 1
             job.prefilled = stop
             job.generated += sample
             if stop == job.prompt:
-                del self._prefilling[job.request_id]
+                del self._prefilling[job]
                 # Its first token is not read yet; the device feeds it to the decode row of the next step.
                 if job.generated < job.max_tokens:
-                    self._decoding[job.request_id] = job
+                    self._decoding[job] = None
 
     def collected(self, plan: Plan) -> list[Job]:
         """The step was read. Returns the finished jobs that no step carries any more: their resources are free now."""
         for job in (jobs := plan.jobs):
             job.in_flight -= 1
-        return [job for job in jobs if job.finished and self.release(job)]
+        return [job for job in jobs if job.finished and self._released(job)]
 
     def finish(self, job: Job) -> bool:
         """The request ended, at any moment. True if its resources were held and are free now; those of a job in flight will be
         when the last step that carries it is collected.
         """
         job.finished = True
-        self._prefilling.pop(job.request_id, None)
-        self._decoding.pop(job.request_id, None)
-        return self.waiting.pop(job.request_id, None) is None and self.release(job)
+        self._prefilling.pop(job, None)
+        self._decoding.pop(job, None)
+        if job in self.admitted:
+            return self._released(job)
+        del self.waiting[job.request_id]
+        return False
 
-    def release(self, job: Job) -> bool:
-        """Enter slot and blocks of a job again, unless it is in flight."""
+    def _released(self, job: Job) -> bool:
         if job.in_flight:
             return False
         self.admitted.remove(job)

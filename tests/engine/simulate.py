@@ -9,9 +9,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from sparkrt.engine.messages import EngineRequest
+from sparkrt.engine.messages import EngineOutput, EngineRequest
 from sparkrt.engine.scheduler import CHUNK, Job, Limits, Plan, Scheduler
 from sparkrt.errors import RequestError
+
+NEWS: list[EngineOutput] = []  # nobody tells any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Report:
 def job_of(name: object, prompt: int, max_tokens: int, scored: bool = False) -> Job:
     """A request of these many tokens, whatever they say."""
     wanted = 0 if scored else None
-    return Job(EngineRequest(request_id=str(name), prompt_ids=[0] * prompt, max_tokens=max_tokens, prompt_logprobs=wanted))
+    return Job(EngineRequest(request_id=str(name), prompt_ids=[0] * prompt, max_tokens=max_tokens, prompt_logprobs=wanted), NEWS)
 
 
 def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
@@ -72,7 +74,7 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
                 end(index, "abort")
         while (job := scheduler.admit()) is not None:
             report.admitted.append(int(job.request_id))
-        plan = scheduler.plan()
+        plan = scheduler.plan(NEWS)
         if plan:
             _check(plan, limits)
             scheduler.launched(plan)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparkrt.engine.llm import BatchDecodeLoop, DecodeLoop
-from sparkrt.errors import CapacityError, EngineFatal, RequestError
+from sparkrt.errors import CapacityError, EngineFatal, RequestError, SparkrtError
 from sparkrt.runtime.backend import OutOfMemory
 from tests.engine.fake_model import FakeModel
 from tests.engine.test_core import DEPTHS, alone, drain, engine, idle, request
@@ -149,3 +149,17 @@ def test_closing_the_engine_ends_its_loops(ahead):
     assert model.free_slots == 4
     with pytest.raises(EngineFatal, match="closed"):
         next(loop)
+
+
+def test_a_failure_met_by_somebody_else_ends_the_loop_with_an_error():
+    core, model = engine(ahead=True)
+    loop = loop_of(core, request("a", max_tokens=100))
+    next(loop)
+    core.add(request("b"))
+    model.fail_collect = OutOfMemory("scratch")
+    with pytest.raises(OutOfMemory):  # reading the step that the loop left in flight
+        core.step()
+    with pytest.raises(SparkrtError, match="scratch"):
+        next(loop)
+    assert drain(core)[0]["b"] == alone(request("b"))
+    idle(core, model)

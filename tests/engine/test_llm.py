@@ -145,6 +145,10 @@ def test_chat_goes_through_the_template(llm):
     assert [("Hello!" in r.prompt, "Bye" in r.prompt) for r in several] == [(True, False), (False, True)]
     with pytest.raises(RequestError, match="messages"):
         llm.chat([], use_tqdm=False)
+    for name in ("messages", "tools", "chat_template"):
+        with pytest.raises(RequestError, match=name) as caught:
+            llm.chat(messages, chat_template_kwargs={name: []}, use_tqdm=False)
+        assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_defaults_come_from_the_model(llm):

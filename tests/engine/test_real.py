@@ -223,6 +223,17 @@ def test_the_text_side_alone():
     assert "Hello!" in template.render([{"role": "user", "content": "Hello!"}])
 
 
+def test_the_text_side_of_a_folder_needs_no_numpy():
+    code = "import sys; from sparkrt.engine.config import *; load_text(EngineConfig()); print('numpy' in sys.modules)"
+    assert run("-c", code).stdout.strip() == "False"
+
+
+def test_the_start_up_lines_leave_the_model_to_its_own_line(tiny):
+    names = [name for name, _ in tiny.info.lines]
+    assert len(set(names)) == len(names)
+    assert "model" not in names
+
+
 def test_a_failed_load_says_why(tmp_path):
     with pytest.raises(LoadError, match="no such"):
         LLM(str(tmp_path / "nothing"))

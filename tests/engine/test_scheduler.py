@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparkrt.engine.scheduler import CHUNK, Job, Limits, Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from tests.engine.simulate import Arrival, job_of, random_arrivals, simulate
+from tests.engine.simulate import NEWS, Arrival, job_of, random_arrivals, simulate
 
 
 def limits(**changes: int) -> Limits:
@@ -28,7 +28,7 @@ def scheduler_with(lengths: list[tuple[int, int]], **changes: int) -> tuple[Sche
 
 
 def slices(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    plan = scheduler.plan()
+    plan = scheduler.plan(NEWS)
     scheduler.launched(plan)
     scheduler.collected(plan)
     return [(s.job.request_id, s.start, s.stop) for s in plan.prefill]
@@ -54,7 +54,7 @@ def test_decode_rows_come_first_and_prefill_still_moves():
     scheduler, jobs = scheduler_with([(10, 50)] * 7 + [(1000, 4)], budget=64)
     for _ in range(3):
         slices(scheduler)
-    plan = scheduler.plan()
+    plan = scheduler.plan(NEWS)
     assert len(plan.decode) == 7
     assert [(s.job, s.stop - s.start) for s in plan.prefill] == [(jobs[7], CHUNK)]
 
@@ -140,7 +140,7 @@ def test_finish_at_every_moment(moment):
     flying = []
 
     def launch():
-        plan = scheduler.plan()
+        plan = scheduler.plan(NEWS)
         scheduler.launched(plan)
         flying.append(plan)
 
@@ -154,7 +154,7 @@ def test_finish_at_every_moment(moment):
         launch()
     assert scheduler.finish(job) == (moment in ("admitted", "decoding"))
     scheduler.check_integrity()
-    assert not scheduler.plan()
+    assert not scheduler.plan(NEWS)
     released = [done for plan in flying for done in scheduler.collected(plan)]
     assert released == ([job] if flying else [])
     scheduler.check_integrity()
@@ -164,9 +164,9 @@ def test_finish_at_every_moment(moment):
 def test_slot_is_kept_while_a_step_in_flight_uses_it():
     # H12: a step launched ahead still writes to the slot of a request that just stopped
     scheduler, (first, second) = scheduler_with([(10, 10), (10, 10)], slots=1)
-    step = scheduler.plan()
+    step = scheduler.plan(NEWS)
     scheduler.launched(step)
-    ahead = scheduler.plan()
+    ahead = scheduler.plan(NEWS)
     scheduler.launched(ahead)
     assert not scheduler.finish(first)
     assert scheduler.collected(step) == []
@@ -183,7 +183,7 @@ def test_claims_are_counted():
     assert (scheduler.free_slots, scheduler.free_blocks) == (1, 6)
     with pytest.raises(CapacityError, match="6 of 10"):
         scheduler.claim(job_of("b", 385, 1))
-    assert scheduler.release(claimed)
+    assert scheduler.finish(claimed)
     scheduler.check_integrity()
     assert (scheduler.free_slots, scheduler.free_blocks) == (2, 10)
 
