@@ -187,11 +187,11 @@ int run_tensor(const Problem<T>& p, DType type, bool invariant, cudaStream_t str
     if (p.rows <= 8) return launch_stream<T, 1>(p, gpu, stream);
     if (p.rows <= 16) return launch_stream<T, 2>(p, gpu, stream);
     if (p.rows <= kStreamRows) return launch_stream<T, 4>(p, gpu, stream);
-    if (p.rows <= kTileRows) return launch_tile<Tile<T, 64, 64, 32, 32, 4>>(p, gpu, stream);
     if (!invariant && p.vectors && !(p.wide && p.bias != nullptr)) {
         const int status = cublaslt_linear(p.out, p.wide ? DType::f32 : type, p.x, p.w, p.bias, type, p.rows, p.n, p.k, stream);
         if (status != kUnsupported) return status;
     }
+    if (p.rows <= kTileRows) return launch_tile<Tile<T, 64, 64, 32, 32, 4>>(p, gpu, stream);
     return launch_tile<Tile<T, 128, 128, 64, 32, 3>>(p, gpu, stream);
 }
 
