@@ -95,9 +95,9 @@ def test_logits_are_the_hosts(host: HybridModel, device: HybridModel, case: gold
         assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
         assert same.all()
     else:
-        flipped = errors > 5e-2
+        flipped = errors > 2e-2
         assert np.median(errors) <= 2e-2
-        assert flipped.mean() <= 0.2
+        assert flipped.mean() <= 0.35
         assert same[~flipped].all()
 
 
