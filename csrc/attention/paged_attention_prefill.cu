@@ -8,6 +8,7 @@
 // registers by m16n8k16. Two barriers a tile of keys: before QK^T (K is there, and all are done with the V before) and before PV.
 // Masks are applied on edge tiles only. 16/2 heads x 256, 4096 tokens: 137 GFLOP, 174 us at 790 TFLOP/s; mma.sync reaches about
 // half of that.
+#include "attention/prefill_hopper.cuh"
 #include "attention/ptx.cuh"
 #include "attention/slices.cuh"
 #include "common/dispatch.h"
@@ -242,10 +243,16 @@ int by_dim(const Slices& p, const Device& device, cudaStream_t stream) {
 }
 
 template <typename T>
-int run(const Slices& p, bool aligned, cudaStream_t stream) {
+int run(const Slices& p, int64_t pool_rows, bool aligned, cudaStream_t stream) {
     if constexpr (sizeof(T) == 2) {
         const Device device;
-        if (aligned && p.page_shift >= 4 && p.scale > 0.f && (p.dim == 64 || p.dim == 128 || p.dim == 256))
+        const bool fast = aligned && p.page_shift >= 4 && p.scale > 0.f;
+        if (fast && device.major == 9 && p.bias == nullptr && (p.dim == 128 || p.dim == 256)) {
+            const int status = p.dim == 128 ? launch_prefill_hopper<T, 128>(p, pool_rows, stream)
+                                            : launch_prefill_hopper<T, 256>(p, pool_rows, stream);
+            if (status != kUnsupported) return status;
+        }
+        if (fast && (p.dim == 64 || p.dim == 128 || p.dim == 256))
             return p.bias == nullptr ? by_dim<T, false>(p, device, stream) : by_dim<T, true>(p, device, stream);
     }
     Plain plain{};
@@ -289,6 +296,6 @@ SPARK_LAUNCHER(spark_paged_attention_prefill) {
     while ((int64_t{1} << p.page_shift) < page) ++p.page_shift;
     p.scale = a.real(9), p.full = a.integer(10), p.window = a.integer(11);
     const bool aligned = a.vectors(0, dim, 2) && a.vectors(2, dim, 2) && a.vectors(3, dim, 2) && a.vectors(4, dim, 2);
-    SPARK_DISPATCH_ACTIVATION(t, return run<T>(p, aligned, stream))
+    SPARK_DISPATCH_ACTIVATION(t, return run<T>(p, a.dim(3, 0) * kv_heads * page, aligned, stream))
     return spark::kUnsupported;
 }
