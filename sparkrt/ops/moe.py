@@ -81,6 +81,17 @@ def moe_experts(
     tokens, k = ids.shape
     if tokens == 0:
         return
+    if tokens == 1:  # a single stream: nothing to sort, and gemv as for its projections (docs/adr/0006)
+        wide, parts = np.empty((k, gate_up.shape[2]), x.dtype), np.empty((k, x.shape[1]), x.dtype)
+        experts = ids[0].tolist()
+        for row, expert in zip(wide, experts, strict=True):
+            np.matmul(x[0], gate_up[expert], out=row)
+        hidden = silu(wide[:, : wide.shape[1] // 2])
+        hidden *= wide[:, wide.shape[1] // 2 :]
+        for row, part, expert in zip(hidden, parts, experts, strict=True):
+            np.matmul(row, down[expert], out=part)
+        np.matmul(weights, parts, out=out)
+        return
     chosen = ids.reshape(-1)
     n = chosen.size
     order = chosen.argsort(kind="stable")
