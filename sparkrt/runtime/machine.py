@@ -20,21 +20,18 @@ def debug_enabled() -> bool:
     return os.environ.get("SPARKRT_DEBUG", "") not in ("", "0")
 
 
-def limit_blas_threads(spare: int = 0) -> int | None:
+def limit_blas_threads(spare: int = 1) -> int | None:
     """Hold BLAS to the usable cores less `spare`, at least one. Returns the number set, None where nothing was changed.
 
     BLAS counts the machine's cores, not a container's quota, and its threads wait for each other: 64 on 2 cores are slower
-    than one, and beside a busy process (for which to keep `spare` cores) all stall for whole time slices: on two cores, a
-    decode step of 16 rows takes 68 ms with two threads, 16 ms with one.
+    than one, and beside a busy process all stall for whole time slices (docs/adr/0007: 1.4 tokens a second instead of 21).
 
     BLAS reads its environment once, when NumPy loads it, so `sparkrt.runtime` calls this when it is imported. Where NumPy is
     already there, the library is told through `threadpoolctl`, if that is installed. Child processes inherit the variables.
-    A number that the user chose stands, and where the process may use the whole machine, nothing is touched.
+    A number that the user chose stands.
     """
-    cores = usable_cores()
-    threads, values = max(1, cores - spare), [os.environ.get(name, "") for name in _BLAS_VARIABLES]
-    ours = values == [str(cores)] * len(values)  # all of them, to the number of cores: set here before, or by the parent
-    if (any(values) and not ours) or (not ours and threads >= (os.cpu_count() or 1)):
+    threads = max(1, usable_cores() - spare)
+    if any(os.environ.get(name) for name in _BLAS_VARIABLES) or threads >= (os.cpu_count() or 1):
         return None
     if "numpy" in sys.modules:
         try:

@@ -82,9 +82,6 @@ def run(address: str, config: EngineConfig, loader: Loader) -> None:
         socket.connect(address)
         what = "loading failed"
         try:
-            from sparkrt.runtime import limit_blas_threads
-
-            limit_blas_threads(spare=1)  # before NumPy is loaded: one core is for the API process
             core, _, info = loader(config, lambda *phase: socket.send(encode(FromEngine(loading=phase))))
             gc.collect()
             gc.freeze()  # what is loaded lives as long as the process: not worth walking again

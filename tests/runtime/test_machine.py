@@ -102,45 +102,37 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_before_numpy_the_environment_is_set(limited: pytest.MonkeyPatch) -> None:
-    limited.delitem(sys.modules, "numpy")
-    assert machine.limit_blas_threads() == 2
+    limited.delitem(sys.modules, "numpy", raising=False)
+    assert machine.limit_blas_threads(spare=0) == 2
     assert {os.environ[name] for name in machine._BLAS_VARIABLES} == {"2"}
 
 
 def test_after_numpy_the_library_is_told(limited: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, object]] = []
+    limited.setitem(sys.modules, "numpy", SimpleNamespace())
     limited.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_limits=lambda **kw: calls.append(kw)))
-    assert machine.limit_blas_threads() == 2
-    assert calls == [{"limits": 2, "user_api": "blas"}]
+    assert machine.limit_blas_threads() == 1
+    assert calls == [{"limits": 1, "user_api": "blas"}]
     limited.setitem(sys.modules, "threadpoolctl", None)  # not installed
     assert machine.limit_blas_threads() is None
     assert os.environ["OPENBLAS_NUM_THREADS"] == ""
 
 
-def test_the_user_and_the_whole_machine_stand(limited: pytest.MonkeyPatch) -> None:
-    limited.delitem(sys.modules, "numpy")
+def test_the_users_number_stands(limited: pytest.MonkeyPatch) -> None:
+    limited.delitem(sys.modules, "numpy", raising=False)
     limited.setenv("OMP_NUM_THREADS", "5")
-    assert machine.limit_blas_threads() is None
-    limited.setenv("OMP_NUM_THREADS", "")
-    limited.setattr(machine, "usable_cores", lambda: 8)
     assert machine.limit_blas_threads() is None
     assert os.environ["OPENBLAS_NUM_THREADS"] == ""
 
 
-def test_cores_are_spared_for_neighbours(limited: pytest.MonkeyPatch) -> None:
-    limited.delitem(sys.modules, "numpy")
-    assert machine.limit_blas_threads() == 2  # as the package does when it is imported, or the parent did
-    assert machine.limit_blas_threads(spare=1) == 1
-    assert {os.environ[name] for name in machine._BLAS_VARIABLES} == {"1"}
-    for name in machine._BLAS_VARIABLES:
-        limited.setenv(name, "")
-    assert machine.limit_blas_threads(spare=5) == 1
-    limited.setattr(machine, "usable_cores", lambda: 8)  # the whole machine
-    for name in machine._BLAS_VARIABLES:
-        limited.setenv(name, "")
-    assert machine.limit_blas_threads(spare=1) == 7
-    limited.setenv("OPENBLAS_NUM_THREADS", "3")
-    assert machine.limit_blas_threads(spare=1) is None
+def test_a_core_is_spared_for_neighbours(limited: pytest.MonkeyPatch) -> None:
+    limited.delitem(sys.modules, "numpy", raising=False)
+    for usable, spare, threads in ((2, 1, 1), (2, 5, 1), (8, 1, 7), (1, 1, 1)):
+        limited.setattr(machine, "usable_cores", lambda usable=usable: usable)
+        for name in machine._BLAS_VARIABLES:
+            limited.setenv(name, "")
+        assert machine.limit_blas_threads(spare) == threads
+        assert {os.environ[name] for name in machine._BLAS_VARIABLES} == {str(threads)}
 
 
 def test_importing_the_package_loads_no_numpy() -> None:
@@ -153,4 +145,4 @@ def test_importing_sparkrt_sets_threads_before_numpy_is_loaded() -> None:
     program = "import os; os.cpu_count = lambda: 4096; import sparkrt.runtime; print(os.environ.get('OPENBLAS_NUM_THREADS'))"
     clean = {k: v for k, v in os.environ.items() if k not in machine._BLAS_VARIABLES}
     run = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(machine.usable_cores())  # the other way, through threadpoolctl, leaves it unset
+    assert run.stdout.strip() == str(max(1, machine.usable_cores() - 1))  # the other way, through threadpoolctl, leaves it unset
