@@ -45,6 +45,8 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
         self._waited = 0.0  # s
+        self._stepping = False
+        self._forgotten: list[Job] = []  # of decode loops that were collected as garbage during a step
         self._closed = False
         self._fatal: EngineFatal | None = None
 
@@ -87,8 +89,11 @@ class EngineCore:
         """
         self._check_alive()
         outbox, began, waited = self._outbox if outbox is None else outbox, perf_counter(), self._waited
+        forgotten, self._forgotten = self._forgotten, []
+        self.close_loop(forgotten)
+        self._stepping = True
         try:
-            if self._in_flight is not None and self._in_flight[1].outbox is not outbox:
+            if self._in_flight is not None and self._in_flight[1].jobs[0].outbox is not outbox:
                 self.settle()  # at most one step runs ahead
             launched = self._launch(outbox)
             if self.config.async_scheduling:  # from here until the next step, the host is one step behind
@@ -99,6 +104,8 @@ class EngineCore:
                 self.check_integrity()
         except EngineFatal as error:
             self._die(error)
+        finally:
+            self._stepping = False
         outputs = outbox[:]
         outbox.clear()
         self._stats.step_seconds += (total := perf_counter() - began)
@@ -244,7 +251,9 @@ class EngineCore:
 
     def close_loop(self, jobs: Iterable[Job]) -> None:
         """Take back what a decode loop still holds; again is fine."""
-        if held := [job for job in jobs if job in self.scheduler.admitted]:
+        if self._stepping:
+            self._forgotten += jobs
+        elif held := [job for job in jobs if job in self.scheduler.admitted]:
             self.settle()
             for job in held:
                 if not job.finished:
@@ -273,7 +282,7 @@ class EngineCore:
             if self._fatal is None:
                 self.settle()
                 self.abort(list(self._requests))
-                self.close_loop(list(self.scheduler.admitted))
+                self.close_loop(self.scheduler.admitted)
                 if self.config.debug:
                     self.check_integrity()
         finally:

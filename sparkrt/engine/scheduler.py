@@ -1,4 +1,4 @@
-"""Which tokens run in the next step: a pure state machine over plain data, which knows no model and no arrays.
+"""Which tokens run in the next step: a pure state machine over plain data, which asks nothing of the model.
 
 A request waits until a state slot and the KV blocks of its whole life (prompt + max_tokens) are free, so that nothing admitted
 can run out of room later; requests are admitted in order of arrival and none overtakes. Each step carries every decoding
@@ -60,10 +60,6 @@ class Plan:
         return bool(self.decode or self.prefill)
 
     @property
-    def outbox(self) -> list[EngineOutput]:
-        return self.jobs[0].outbox
-
-    @property
     def jobs(self) -> list[Job]:
         return self.decode + [part.job for part in self.prefill]
 
@@ -119,11 +115,8 @@ class Scheduler:
         """Admit past the queue, where decode loops do not wait. Raises CapacityError when there is no room now."""
         job.blocks = self.limits.blocks_for(job.prompt + job.max_tokens)
         if self.free_slots < 1 or job.blocks > self.free_blocks:
-            slots, blocks = (
-                f"{self.free_slots} of {self.limits.slots} slots",
-                f"{self.free_blocks} of {self.limits.blocks} KV blocks",
-            )
-            raise CapacityError(f"no room now: {slots} and {blocks} are free, 1 and {job.blocks} are needed")
+            free = f"{self.free_slots} of {self.limits.slots} slots and {self.free_blocks} of {self.limits.blocks} KV blocks"
+            raise CapacityError(f"no room now: {free} are free, 1 and {job.blocks} are needed")
         self.free_slots -= 1
         self.free_blocks -= job.blocks
         self.admitted.add(job)

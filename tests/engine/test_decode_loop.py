@@ -163,3 +163,15 @@ def test_a_failure_met_by_somebody_else_ends_the_loop_with_an_error():
         next(loop)
     assert drain(core)[0]["b"] == alone(request("b"))
     idle(core, model)
+
+
+@DEPTHS
+def test_a_loop_collected_as_garbage_during_a_step_waits_for_its_end(ahead):
+    core, model = engine(ahead)
+    loops, launch = [loop_of(core, request("a", max_tokens=100))], model.launch
+    next(loops[0])
+    model.launch = lambda batch: (loops.clear(), launch(batch))[1]
+    core.add(request("b", max_tokens=3))
+    assert drain(core)[0] == {"b": alone(request("b", max_tokens=3))}
+    assert not loops
+    idle(core, model)
