@@ -1,9 +1,6 @@
-"""`EngineConfig`: one object holds every choice, first as asked for, then resolved; it is printed at start, nothing hides.
+"""`EngineConfig`: one object holds every choice, first as asked for, then resolved; it is printed at start, nothing hides."""
 
-Imports little: `--help` and `import sparkrt` must not load NumPy.
-"""
-
-from __future__ import annotations
+from __future__ import annotations  # and little more: `--help` and `import sparkrt` must not load NumPy
 
 import os
 from collections.abc import Callable, Mapping
@@ -107,10 +104,7 @@ def _number(name: str, value: Any) -> int | str:
 
 
 def load_engine(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineCore, Tokenizer, ModelInfo]:
-    """Open the checkpoint, plan memory, load the weights. The core's `config` is the resolved one.
-
-    Raises LoadError for what cannot be served, before anything large is allocated where possible.
-    """
+    """Open the checkpoint, plan memory, load the weights. LoadError, before anything large is allocated, for what cannot be."""
     from sparkrt.engine.loading import load  # NumPy and everything else come in only here
 
     core, tokenizer, _, info = load(config, progress)

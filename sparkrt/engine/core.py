@@ -27,11 +27,7 @@ _SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in Sample
 
 
 class EngineCore:
-    """Continuous batching over one model. Not thread-safe.
-
-    `add` raises RequestError for what can never run and EngineFatal once the engine is broken; `step` never raises for one
-    request's fault: that request ends with finish_reason "error".
-    """
+    """Continuous batching over one model; not thread-safe. A request at fault in a step ends with "error", nobody else."""
 
     def __init__(self, model: Model, config: EngineConfig, on_close: Callable[[], None] = lambda: None) -> None:
         """`config` is resolved. `on_close` runs after the model was closed: the backend's end."""
@@ -70,7 +66,7 @@ class EngineCore:
         """Stop these requests now; unknown ids are ignored. Their "abort" outputs come with the next step."""
         for request_id in request_ids:
             if (job := self._requests.get(request_id)) is not None:
-                self._abort(job)
+                self._end(job, "abort")
 
     @property
     def has_work(self) -> bool:
@@ -83,10 +79,7 @@ class EngineCore:
         return len(self._requests) == len(self.scheduler.waiting) > 0 and self._in_flight is None
 
     def step(self, outbox: list[EngineOutput] | None = None) -> list[EngineOutput]:
-        """Run one step, of requests or of the decode loop with this `outbox`; returns their news, in the order of rows.
-
-        Raises EngineFatal when the engine is broken (every request got its "error" output from the step before).
-        """
+        """Run one step, of requests or of the decode loop with this `outbox`; returns their news. EngineFatal once broken."""
         self._check_alive()
         outbox, began, waited = self._outbox if outbox is None else outbox, perf_counter(), self._waited
         forgotten, self._forgotten = self._forgotten, []
@@ -162,8 +155,7 @@ class EngineCore:
                     self._emit(job, token, logprobs)
             for job, _, stop, _ in plan.prefill:
                 if stop == job.prompt and job.max_tokens == 0 and not job.finished:
-                    scores = job.prompt_logprobs
-                    self._tell(job, EngineOutput(request_id=job.request_id, prompt_logprobs=scores, finish_reason="length"))
+                    self._end(job, "length", prompt_logprobs=job.prompt_logprobs)
         except BaseException as error:
             self._fail(plan.jobs, error)
 
@@ -202,17 +194,16 @@ class EngineCore:
             self.model.release(job.seq)
             job.seq = None
 
-    def _abort(self, job: Job) -> None:
-        self._tell(job, EngineOutput(request_id=job.request_id, finish_reason="abort"))
+    def _end(self, job: Job, reason: str, **news: Any) -> None:
+        self._tell(job, EngineOutput(request_id=job.request_id, finish_reason=reason, **news))
 
     def _fail(self, jobs: list[Job], error: BaseException) -> None:
         """Whatever goes wrong ends these requests and nothing else. Interrupts, and errors of decode loops, go on from here."""
         if isinstance(error, EngineFatal):
             raise error
-        text = f"{type(error).__name__}: {error}"
         for job in jobs:
             if not job.finished:
-                self._tell(job, EngineOutput(request_id=job.request_id, finish_reason="error", error=text))
+                self._end(job, "error", error=f"{type(error).__name__}: {error}")
         if not isinstance(error, Exception) or jobs[0].outbox is not self._outbox:
             raise error
         log.error("a step failed", exc_info=error)
@@ -257,7 +248,7 @@ class EngineCore:
             self.settle()
             for job in held:
                 if not job.finished:
-                    self._abort(job)
+                    self._end(job, "abort")
 
     def stats(self) -> EngineStats:
         stats, waiting = self._stats, len(self.scheduler.waiting)

@@ -33,8 +33,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 class LLM:
     """A model loaded into this process. Not thread-safe; close it, or use it in a `with`, to give its memory back at once.
 
-    `model` is a folder, a GGUF file or a hub id; None is the bundled sparkrt-tiny. Further options are those of `EngineConfig`.
-    Raises LoadError for what cannot be served.
+    `model`: a folder, a GGUF file or a hub id (None: sparkrt-tiny); `options`: of `EngineConfig`. LoadError if it cannot be.
     """
 
     def __init__(self, model: str | None = None, *, progress: Progress | None = None, **options: Any) -> None:
@@ -58,10 +57,9 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in their order, computed together.
+        """Answers to all prompts, in their order, computed together. RequestError before anything runs, if one cannot be.
 
-        Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each prompt its
-        own. Raises RequestError, before anything runs, for a prompt or parameter that cannot be.
+        Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each its own.
         """
         todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts) else prompts
         return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm)
@@ -77,10 +75,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation, or to several, through the model's chat template.
-
-        Without `sampling_params` an answer may take the rest of the context, as in the chat endpoint.
-        """
+        """Answers to one conversation or several. Without `sampling_params` they may take the rest of the context."""
         check_kwargs(kwargs := chat_template_kwargs or {})  # before they become keyword arguments, where some would clash
         given, prompts = None if tools is None else list(tools), list[tuple[str | None, Sequence[int]]]()
         for chat in [messages] if not messages or isinstance(messages[0], Mapping) else messages:
@@ -95,8 +90,7 @@ class LLM:
     def decode_loop(self, prompt_ids: Any, sampling_params: Any = None) -> DecodeLoop | BatchDecodeLoop:
         """An iterator of token ids for one prompt; for a list of prompts, of one id (or None) per prompt and step.
 
-        Nothing stands between the model and the caller: no text, no stop strings, no log-probabilities. Without
-        `sampling_params` the model's defaults hold, for the rest of the context; a loop reserves its `max_tokens`.
+        No text, no stop strings, no log-probabilities. A loop reserves its `max_tokens`: unless given, the rest of the context.
         """
         one = not len(prompt_ids) or _is_ids(prompt_ids)
         return DecodeLoop(self, prompt_ids, sampling_params) if one else BatchDecodeLoop(self, prompt_ids, sampling_params)
@@ -126,9 +120,7 @@ class LLM:
             raise RequestError(f"a prompt is {forms}, got {type(given).__name__}", param="prompt")
         return None, given
 
-    def _generate(
-        self, prompts: list[tuple[str | None, Sequence[int]]], sampling_params: Params, use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _generate(self, prompts: list[tuple[str | None, Ids]], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -208,10 +200,8 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[int, bool], None]]:
 
 
 class Loop:
-    """What the two forms of decode loop share: prompts that go on in step, whenever the caller asks and not before.
-
-    A loop takes slots and KV blocks out of the same books as requests, so both may run side by side, and always gives them
-    back: at the end, on `close`, at the end of a `with`, on an error, and when it is forgotten.
+    """What both forms of decode loop share: prompts that go on in step, when the caller asks, beside requests. A loop always
+    gives its slots and KV blocks back: at the end, on `close`, at the end of a `with`, on an error, and when it is forgotten.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[Ids], sampling_params: SamplingParams | None = None) -> None:
@@ -258,8 +248,7 @@ class Loop:
 class BatchDecodeLoop(Loop, Iterator[list[int | None]]):
     """Several prompts in step: each `next` is one model step and gives one token id per prompt, None for those that ended.
 
-    A row ends with its stop id (given last) or after `max_tokens`. Without `sampling_params` the model's defaults hold, for the
-    rest of the context. Raises CapacityError, taking nothing, when there is no room for all prompts now.
+    A row ends with its stop id (given last) or after `max_tokens`. CapacityError, taking nothing, without room for all now.
     """
 
     def __next__(self) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -38,18 +39,14 @@ def load(config: EngineConfig, progress: Progress | None = None) -> tuple[Engine
     report = progress or (lambda stage, done, total: None)
     report("checkpoint", 0, 0)
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
-    try:
+    with closing(checkpoint.source), ExitStack() as undo:
         report("tokenizer", 0, 0)
         tokenizer, template = load_text(config, checkpoint)
         backend = open_backend(config.device)
-        try:
-            core, info = _build(checkpoint, tokenizer, backend, config, report)
-            return core, tokenizer, template, info
-        except BaseException:
-            backend.close()
-            raise
-    finally:
-        checkpoint.source.close()
+        undo.callback(backend.close)
+        core, info = _build(checkpoint, tokenizer, backend, config, report)
+        undo.pop_all()
+        return core, tokenizer, template, info
 
 
 def _build(
@@ -128,10 +125,9 @@ class MemoryPlan:
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) -> MemoryPlan:
-    """From a model's shape, a machine and wishes to the number of KV blocks, slots and the context length: a pure function.
+    """How many KV blocks, slots and tokens of context. `config` has its device and dtype resolved.
 
-    `config` has its device and dtype resolved. What was asked for and does not fit is cut, with a warning; what cannot work at
-    all is a LoadError with the numbers.
+    What was asked for and does not fit is cut, with a warning; what cannot work at all is a LoadError with the numbers.
     """
     dtype, warnings, on_host = by_name(config.dtype), list[str](), config.device == "host"
     asked = config.max_model_len if isinstance(config.max_model_len, int) else model.max_position

@@ -18,8 +18,7 @@ class Logprob:
 class CompletionOutput:
     """One answer. `token_ids` include the stop token that ended it, `text` does not (unless asked for).
 
-    `finish_reason` ∈ stop | length | abort; `stop_reason`: the stop string or stop id, None for eos. `logprobs[i]` maps token
-    ids to log-probabilities at position i.
+    `finish_reason` ∈ stop | length | abort; `stop_reason`: the stop string or id, None for eos. `logprobs` by position and id.
     """
 
     index: int

@@ -27,8 +27,7 @@ class SamplingParams:
     """How to generate. None equals absent for every field, as clients send it.
 
     `seed=None` (or -1) draws one; `max_tokens=None` means the rest of the context. `logprobs=k` returns the chosen token's
-    log-probability and the k best; `prompt_logprobs=k` the same for the prompt. `stop` may be one string. Raises
-    RequestError with `param` set for a value out of range or of the wrong type (a bool is not an int).
+    log-probability and the k best. RequestError names a parameter that is out of range or of the wrong type (a bool is no int).
     """
 
     n: int = _within(1, 128, default=1)
@@ -88,8 +87,7 @@ class SamplingParams:
 def to_requests(prompt_ids: Sequence[int], params: SamplingParams, info: ModelInfo, request_id: str) -> list[EngineRequest]:
     """`params.n` engine requests for one prompt, in index order, every default resolved against the model.
 
-    `max_tokens` is capped at what the context has left (the request then ends with "length"). Raises RequestError for a prompt
-    that is empty, out of vocabulary or leaves no room for a token, and for ids outside the vocabulary.
+    `max_tokens` is capped at what the context has left. RequestError: no prompt, no room for a token, ids out of vocabulary.
     """
     ids, context, vocab = check_prompt_ids(prompt_ids, info.vocab_size), info.max_model_len, info.vocab_size
     if params.max_tokens is not None and params.max_tokens > context:
@@ -113,10 +111,7 @@ def to_requests(prompt_ids: Sequence[int], params: SamplingParams, info: ModelIn
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of the index-th answer of one request: the first keeps the seed, the others are mixed from it.
-
-    Mixed (splitmix64), not added: answer 1 of seed 42 must not be answer 0 of seed 43.
-    """
+    """The seed of the index-th answer, mixed (splitmix64), not added: answer 1 of seed 42 must not be answer 0 of seed 43."""
     mask = 2**64 - 1
     if index == 0:
         return seed & mask

@@ -190,9 +190,7 @@ class Scheduler:
         return [job for job in jobs if job.finished and self._released(job)]
 
     def finish(self, job: Job) -> bool:
-        """The request ended, at any moment. True if its resources were held and are free now; those of a job in flight will be
-        when the last step that carries it is collected.
-        """
+        """The request ended. True if its resources were held and are free now; in flight, they will be `collected`."""
         job.finished = True
         self._prefilling.pop(job, None)
         self._decoding.pop(job, None)
