@@ -6,7 +6,7 @@
 //
 // defines: spark::attn::{kHopper, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, prefetch_map,
 // fence_async_proxy,
-//          less_registers, more_registers, descriptor, anchor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss, wgmma_rs}
+//          less_registers, more_registers, descriptor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss, wgmma_rs}
 #pragma once
 
 #include <cuda.h>
@@ -72,13 +72,6 @@ __device__ __forceinline__ void more_registers() {
 __device__ __forceinline__ uint64_t descriptor(uint32_t at, int leading, int stride) {
     return static_cast<uint64_t>((at & 0x3ffff) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
            static_cast<uint64_t>(stride >> 4) << 32 | uint64_t{1} << 62;
-}
-
-// Keeps the assembler from moving the next wait in front of what computes `x`: a store that depends on it and, since it is never
-// negative, is never made.
-__device__ __forceinline__ void anchor(float x, uint32_t at) {
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.lt.f32 p, %0, 0f00000000;\n\t@p st.shared.f32 [%1], %0;\n\t}" ::"f"(x), "r"(at)
-                 : "memory");
 }
 
 // Before wgmma reads registers that were written otherwise; closing a group; waiting for all but the newest groups.

@@ -50,7 +50,7 @@ struct Prefill {
         const int64_t head_offset = (static_cast<int64_t>(tile.kv_head) << p.page_shift) * D;
         k = static_cast<const T*>(p.k_pool) + head_offset;
         v = static_cast<const T*>(p.v_pool) + head_offset;
-        table = p.tables + static_cast<int64_t>(tile.slot) * p.table_width;
+        table = p.tables + static_cast<int64_t>(p.slots[tile.sequence]) * p.table_width;
         const Span low = tile.sees(p, tile.first_row / p.group);
         const Span high = tile.sees(p, (tile.first_row + tile.rows - 1) / p.group);
         first_key = low.first / kKeys * kKeys, end_key = high.last;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, D == 256 ? 1 : 2) paged_prefill
     grid_dependency_wait();
     grid_dependency_launch();
     const Tile tile = find_tile<Work::kRows>(p, blockIdx.x);
-    if (tile.rows == 0) return;
+    if (tile.sequence < 0) return;
     Work(p, tile, shared).run();
 }
 
@@ -248,8 +248,8 @@ int run(const Slices& p, int64_t pool_rows, bool aligned, cudaStream_t stream) {
         const Device device;
         const bool fast = aligned && p.page_shift >= 4 && p.scale > 0.f;
         if (fast && device.major == 9 && p.bias == nullptr && (p.dim == 128 || p.dim == 256)) {
-            const int status = p.dim == 128 ? launch_prefill_hopper<T, 128>(p, pool_rows, device.sms, stream)
-                                            : launch_prefill_hopper<T, 256>(p, pool_rows, device.sms, stream);
+            const int status = p.dim == 128 ? launch_prefill_hopper<T, 128>(p, pool_rows, stream)
+                                            : launch_prefill_hopper<T, 256>(p, pool_rows, stream);
             if (status != kUnsupported) return status;
         }
         if (fast && (p.dim == 64 || p.dim == 128 || p.dim == 256))

@@ -5,7 +5,7 @@
 // column-major one.
 //
 // defines: spark::attn::{smem_address, copy_async, commit_copies, wait_copies, ldmatrix, ldmatrix_trans, mma, pack2, exp2_fast,
-//          log2_fast, cluster_rank, cluster_sync, load_peer, cta_barrier, cta_arrive}
+//          log2_fast, cluster_rank, cluster_sync, load_peer, cta_barrier}
 #pragma once
 
 #include "common/device.cuh"
@@ -85,11 +85,6 @@ __device__ __forceinline__ void cta_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts a thread in without waiting.
-__device__ __forceinline__ void cta_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Clusters of CTAs (sm_90 and up): rank, a barrier that also orders shared memory, and a read of a peer's shared memory.
 __device__ __forceinline__ int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
@@ -102,7 +97,7 @@ __device__ __forceinline__ int cluster_rank() {
 }
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 // The floats at our shared address `at`, in the CTA of `rank`.
