@@ -257,10 +257,10 @@ class HybridModel:
             feed = self._sampler.feed
             self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
         else:
-            self._decoder.forward(ctx, self._sampler.feed, logits, gather=True)
+            self._decoder.forward(ctx, self._sampler.feed, logits, gather=rows.chosen)
         self._backend.record_event(self._forward_done, ctx.stream)
         self._sample(rows, logits, lists, graph)
-        return logits, ctx.buffer("normed" if graph else "head", rows.logit_rows, self.config.hidden_size)
+        return logits, ctx.buffer("head" if rows.chosen else "normed", rows.logit_rows, self.config.hidden_size)
 
     def _sample(self, rows: StepRows, logits: DeviceArray, lists: SamplerLists | None, graph: bool) -> None:
         """Choose tokens for the sampling rows, and score what was asked for."""

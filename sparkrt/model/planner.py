@@ -32,6 +32,11 @@ class StepRows:
         return sum(len(t) for t in self.targets)
 
     @property
+    def chosen(self) -> bool:
+        """Whether the plan's `logit_rows` say which rows go to the head; a decode step sends every row, in order."""
+        return self.prefill_tokens > 0
+
+    @property
     def logit_rows(self) -> int:
         return self.sampling + self.scored
 

@@ -191,3 +191,18 @@ def test_padding_rows_touch_nobody(bench: Bench) -> None:
     assert got == alone
     for seq in seqs:
         model.release(seq)
+
+
+def test_eager_decode_of_several_rows_equals_the_captured_one(open_bench: Callable[..., Bench], bench: Bench) -> None:
+    """Which rows go to the head must come from this step: what an earlier, mixed step chose is another step's business."""
+    prompts = [PROMPT[:40], PROMPT[60:63], PROMPT[100:190]]
+    alone = [bench.answer(p, 8) for p in prompts]
+    eager = open_bench(enforce_eager=True)
+    seqs = [eager.model.new_sequence(GREEDY, 200) for _ in prompts]
+    slices = [PrefillSlice(s, np.array(p, np.int32), 0, True) for s, p in zip(seqs, prompts, strict=True)]
+    first = eager.model.collect(eager.model.launch(ForwardBatch(prefill=slices))).tokens.tolist()
+    rest = eager.decode(seqs, 7)
+    assert [[f, *r] for f, r in zip(first, rest, strict=True)] == alone
+    for seq in seqs:
+        eager.model.release(seq)
+    eager.model.close()
