@@ -1,6 +1,6 @@
 // Device helpers shared by all kernels: 16-byte vectors, conversions, warp and block reductions.
 //
-// defines: spark::Vec, load_vec, load_vec_streaming, store_vec, Pack, load_pack, store_pack, load_floats, to_float, from_float,
+// defines: spark::Vec, load_vec, store_vec, Pack, load_pack, store_pack, load_floats, to_float, from_float,
 //          warp_sum, warp_max, group_sum, block_sum, silu, sigmoid, softplus, grid_dependency_wait, grid_dependency_launch
 #pragma once
 
@@ -76,18 +76,6 @@ __device__ __forceinline__ void load_floats(const float* p, float (&out)[N]) {
 template <typename T>
 __device__ __forceinline__ Vec<T> load_vec(const T* p) {
     return *reinterpret_cast<const Vec<T>*>(p);
-}
-
-// Read once and forget: weights must not push activations out of L2.
-template <typename T>
-__device__ __forceinline__ Vec<T> load_vec_streaming(const T* p) {
-    Vec<T> out;
-    uint4 raw;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-                 : "l"(p));
-    *reinterpret_cast<uint4*>(&out) = raw;
-    return out;
 }
 
 template <typename T>

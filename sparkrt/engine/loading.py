@@ -136,7 +136,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
         warnings.append(f"max_model_len {asked} is beyond the model's {length} positions: cut to that")
     slots, tokens = _DEFAULTS[config.device]
     slots, tokens = config.max_num_seqs or slots, config.max_num_batched_tokens or tokens
-    weights = weight_bytes(model, dtype)
+    weights = weight_bytes(model, dtype, on_host)
     room = memory.free - weights - (0 if on_host else memory.total - int(memory.total * config.gpu_memory_utilization))
     if room <= 0:
         raise LoadError(
@@ -177,9 +177,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
     return MemoryPlan(slots, tokens, length, config.block_size, blocks, weights, kv, state, lines, warnings)
 
 
-def weight_bytes(model: ModelConfig, dtype: DType) -> int:
-    """Of the placed weights; a tied head is placed a second time in the packing of a product."""
-    tied = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+def weight_bytes(model: ModelConfig, dtype: DType, on_host: bool) -> int:
+    """Of the placed weights; on the host a tied head is placed a second time, in the packing of a product."""
+    tied = model.vocab_size * model.hidden_size if model.tie_word_embeddings and on_host else 0
     return (sum(prod(shape) for shape in expected_tensors(model).values()) + tied) * dtype.itemsize
 
 

@@ -87,7 +87,7 @@ class Planner:
             seq.length += 1
 
     def _prefill_rows(self, host: dict[str, np.ndarray], slices: list[PrefillSlice], rows: StepRows) -> None:
-        table, page, at = self._table, self._page, rows.sampling
+        table, at = self._table, rows.sampling
         first, cu = at, host["prefill_cu"]
         cu[0] = 0
         for i, p in enumerate(slices):
@@ -97,10 +97,7 @@ class Planner:
             positions = np.arange(p.start, p.start + n, dtype=np.int32)
             host["ids"][at : at + n] = p.tokens
             host["positions"][at : at + n] = positions
-            pages = positions // page
-            slot_map = table.blocks[seq.slot, pages] * page + positions % page
-            slot_map[pages < seq.blocks.shared] = -1  # shared pages are read, never rewritten
-            host["slot_map"][at : at + n] = slot_map
+            host["slot_map"][at : at + n] = seq.blocks.slots(p.start, p.start + n)
             host["prefill_slots"][i] = seq.slot
             host["prefill_starts"][i] = p.start
             host["prefill_kv_len"][i] = p.start + n
