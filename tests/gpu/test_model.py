@@ -82,8 +82,8 @@ def device(request: pytest.FixtureRequest, opened: CudaBackend) -> Iterator[Hybr
 @pytest.mark.parametrize("case", GOLDENS, ids=[g.label for g in GOLDENS])
 @pytest.mark.parametrize("path", ["prefill", "decode"])
 def test_logits_are_the_hosts(host: HybridModel, device: HybridModel, case: golden.Golden, path: str) -> None:
-    """float16: everywhere. bf16: where no router flips. Two of eight experts at 8 layers, their logits rounded to 8 bits on the
-    way, part from float32's choice at one position in thirty or so, and there the logits part by 0.05 to 0.2."""
+    """float16 keeps 2e-2 over every sequence. bf16 does not, up to 3.8e-2: at 8 % of the positions a router near a tie takes
+    another expert (median error there 3.4e-2, elsewhere 0.9e-2), so its bound is 4e-2, and choices count where it keeps 2e-2."""
     ids, first = case.sequence, len(case.prompt)
     want = prefill_logits(host, ids)
     got = prefill_logits(device, ids) if path == "prefill" else decode_logits(device, ids, first)
@@ -91,14 +91,10 @@ def test_logits_are_the_hosts(host: HybridModel, device: HybridModel, case: gold
     errors = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     top = np.sort(want, axis=1)
     same = (got.argmax(1) == want.argmax(1)) | (top[:, -1] - top[:, -2] <= 0.5)
-    if device.options.dtype is dtypes.float16:
-        assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
-        assert same.all()
-    else:
-        flipped = errors > 2e-2
-        assert np.median(errors) <= 2e-2
-        assert flipped.mean() <= 0.35
-        assert same[~flipped].all()
+    half = device.options.dtype is dtypes.float16
+    assert np.linalg.norm(got - want) <= (2e-2 if half else 4e-2) * np.linalg.norm(want)
+    assert np.median(errors) <= 2e-2
+    assert same[errors <= (np.inf if half else 2e-2)].all()
 
 
 def answers(model: HybridModel, prompts: list[np.ndarray], steps: int, together: bool, cut: int) -> list[list[int]]:
