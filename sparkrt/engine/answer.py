@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from sparkrt.engine.messages import EngineOutput
 from sparkrt.engine.messages import Logprob as TokenLogprob
@@ -13,10 +13,16 @@ from sparkrt.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """Fills one `CompletionOutput` of `result`, which it appends."""
+    """Fills one `CompletionOutput` of `result`, which it appends. `shown`: special tokens that its text has all the same."""
 
     def __init__(
-        self, result: RequestOutput, index: int, params: SamplingParams, eos_ids: Collection[int], tokenizer: Tokenizer
+        self,
+        result: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        eos_ids: Collection[int],
+        tokenizer: Tokenizer,
+        shown: Set[int] = frozenset(),
     ) -> None:
         self.result, self.output = result, CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         result.outputs.append(self.output)
@@ -28,6 +34,7 @@ class Answer:
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            shown=shown,
         )
         self._has_text = params.detokenize
 

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sparkrt.serve import protocol as p
-from sparkrt.serve.answers import chat_completions, completions
+from sparkrt.serve.chat import chat_completions
 from sparkrt.serve.cli import VERSION
+from sparkrt.serve.completions import completions
 from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
 from sparkrt.serve.serving import Serving
@@ -69,7 +70,7 @@ def _model(serving: Serving, name: str) -> Any:
 async def tokenize(serving: Serving, body: Any, request: Request) -> Any:
     require((body.prompt is None) != (body.messages is None), "prompt", "either prompt or messages must be given")
     if body.prompt is None:
-        ids = await asyncio.to_thread(serving.render, body)
+        _, ids = await asyncio.to_thread(serving.render, body)
     else:
         ids = await asyncio.to_thread(serving.encode, body.prompt, body.add_special_tokens is not False, "prompt")
     names = [serving.tokenizer.token_str(i) for i in ids] if body.return_token_strs else None

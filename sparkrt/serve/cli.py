@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from sparkrt.engine.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig, load_engine, load_text
 from sparkrt.engine.params import MAX_LOGPROBS
 from sparkrt.errors import LoadError
+from sparkrt.text.reasoning import PARSERS
+from sparkrt.text.tools import FORMATS
 
 try:
     VERSION = version("sparkrt")
@@ -33,6 +35,7 @@ WITHOUT_EFFECT = {
     "--enable-chunked-prefill": (False, "prompts are always prefilled in chunks"),
     "--enable-prefix-caching": (False, "there is no prefix cache yet"),
     "--no-enable-prefix-caching": (False, "there is no prefix cache yet"),
+    "--enable-auto-tool-choice": (False, "calls are read wherever their format is known"),
     "--trust-remote-code": (False, "code from a checkpoint is never run"),
     "--disable-log-requests": (False, "requests are not logged unless asked for"),
     "--disable-uvicorn-access-log": (False, "there is no access log unless --enable-log-requests"),
@@ -52,6 +55,8 @@ class ServeArgs:
     port: int = 8000  # 0: any free one
     chat_template: str | None = None  # a file, or a template itself, replacing the model's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_call_parser: str = "auto"  # as the chat template shows calls
+    reasoning_parser: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     max_num_queued_reqs: int | None = None
     stream_interval: int = 1
@@ -128,6 +133,12 @@ def _build() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="PATH", help="where another tokenizer than the model's lies")
     add("--chat-template", metavar="FILE", help="a Jinja file, or a template itself, replacing the model's")
     add("--default-chat-template-kwargs", type=_object, metavar="JSON", help="variables every chat template gets")
+    add(
+        "--tool-call-parser",
+        choices=("auto", "none", *FORMATS),
+        help="how calls are written (default: as in the template)",
+    )
+    add("--reasoning-parser", choices=("auto", "none", *PARSERS), help="how thinking is marked (default: as in the template)")
     add("--generation-config", metavar="WHERE", help="sampling defaults: auto (the model's), vllm (none) or a folder")
     add("--override-generation-config", type=_object, metavar="JSON", help="for example '{\"temperature\": 0.5}'")
     add = parser.add_argument_group("engine").add_argument

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparkrt.errors import EngineFatal
 from sparkrt.serve.http import describe, event_stream
 from sparkrt.serve.protocol import CachedTokens, StreamOptions, Usage
 from sparkrt.serve.serving import Serving
+from sparkrt.text.reply import ReplyDelta
 
 log = logging.getLogger("sparkrt.serve")
 
@@ -40,6 +41,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # the chosen token, then the most likely ones
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    reply: ReplyDelta | None = None  # its text, read by a parser
 
 
 class _Choice:
@@ -71,7 +73,9 @@ class Generation(ABC):
 
     kind: str  # begins the ids of its answers
 
-    def __init__(self, serving: Serving, body: Any, prompts: list[list[int]], params: SamplingParams) -> None:
+    def __init__(
+        self, serving: Serving, body: Any, prompts: list[list[int]], params: SamplingParams, marks: Set[int] = frozenset()
+    ) -> None:
         self.tokenizer = serving.tokenizer
         self.params = params
         self.body = body
@@ -85,7 +89,7 @@ class Generation(ABC):
         self._choices: dict[str, _Choice] = {}
         requests = [(p, r) for p in self._prompts for r in to_requests(p.prompt_token_ids, params, serving.info, p.request_id)]
         for index, (prompt, request) in enumerate(requests):
-            answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer)
+            answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer, marks)
             self._choices[request.request_id] = _Choice(index, answer)
         serving.client.submit([request for _, request in requests], self)
         if serving.args.enable_log_requests:
@@ -152,8 +156,8 @@ class Generation(ABC):
             async with self._watched(request):
                 async for pieces in self._pieces(self._serving.args.stream_interval):
                     usage = self._usage() if options.include_usage and options.continuous_usage_stats else None
-                    parts = [part for piece in pieces for part in self.parts(piece)]
-                    yield [self.write([part], True, usage=usage, **self._head) for part in parts]
+                    if parts := [part for piece in pieces for part in self.parts(piece)]:
+                        yield [self.write([part], True, usage=usage, **self._head) for part in parts]
             if options.include_usage:
                 yield [self.write([], True, usage=self._usage(), **self._head)]
         except ClientDisconnect:
@@ -187,7 +191,7 @@ class Generation(ABC):
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
 
     def parts(self, piece: Piece) -> list[Piece]:
-        """What is sent of a piece, a chunk each."""
+        """What is sent of a piece, a chunk each; perhaps nothing."""
         return [piece]
 
     @abstractmethod

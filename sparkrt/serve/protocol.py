@@ -20,8 +20,8 @@ Object = dict[str, Any]
 
 def _struct(name: str, optional: Object | None = None, **always: Any) -> Any:
     """Fields in `optional` may be absent, and in an answer are left out while they are None. [kind]: a list of them."""
-    fields: list[Any] = [(field, GenericAlias(list, (*k,)) if isinstance(k, list) else k) for field, k in always.items()]
-    fields += [(field, kind | None, None) for field, kind in (optional or {}).items()]
+    kinds = {name: GenericAlias(list, (*k,)) if isinstance(k, list) else k for name, k in (always | (optional or {})).items()}
+    fields: list[Any] = [(name, kinds[name]) for name in always] + [(name, kinds[name] | None, None) for name in optional or ()]
     return msgspec.defstruct(name, fields, kw_only=True, omit_defaults=True)
 
 
@@ -32,8 +32,9 @@ StreamOptions = _struct("StreamOptions", {"include_usage": bool, "continuous_usa
 _GENERATION = _SAMPLING | {"stop": str | list[str], "add_special_tokens": bool, "return_token_ids": bool, "best_of": int}
 _GENERATION |= {"model": str, "stream": bool, "stream_options": StreamOptions}
 _TEMPLATE: Object = {"tools": list[Object], "add_generation_prompt": bool, "continue_final_message": bool}
-_TEMPLATE |= {"chat_template_kwargs": Object, "add_special_tokens": bool}
-_CHAT: Object = {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int, "reasoning_effort": str}
+_TEMPLATE |= {"chat_template_kwargs": Object, "add_special_tokens": bool, "reasoning_effort": str, "enable_thinking": bool}
+_CHAT: Object = {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int}
+_CHAT |= {"include_reasoning": bool, "separate_reasoning": bool, "parallel_tool_calls": bool}
 _CHAT |= {"tool_choice": str | Object, "functions": list[Object], "function_call": str | Object}  # the last two: old spellings
 _TEXT: Object = {"model": str, "prompt": str, "messages": list[Object], "return_token_strs": bool}
 
@@ -74,9 +75,13 @@ Completion = _struct("Completion", {"usage": Usage}, **_HEAD, choices=[Completio
 TopLogprob = _struct("TopLogprob", **_TOKEN)
 TokenLogprob = _struct("TokenLogprob", **_TOKEN, top_logprobs=[TopLogprob])
 ChatLogprobs = _struct("ChatLogprobs", content=[TokenLogprob])
-ChatMessage = _struct("ChatMessage", {"role": str, "content": str})
+CalledFunction = _struct("CalledFunction", {"name": str}, arguments=str)
+ToolCall = _struct("ToolCall", {"index": int, "id": str, "type": str}, function=CalledFunction)  # `index` in a chunk only
+_THOUGHT: Object = {"reasoning": str, "reasoning_content": str, "tool_calls": [ToolCall]}  # the first two are the same
+ChatMessage = _struct("ChatMessage", _THOUGHT, role=str, content=str | None)
+ChatDelta = _struct("ChatDelta", {"role": str, "content": str} | _THOUGHT)
 # `message` in a whole answer, `delta` in a chunk
-_SAID: Object = {"message": ChatMessage, "delta": ChatMessage}
+_SAID: Object = {"message": ChatMessage, "delta": ChatDelta}
 ChatChoice = _struct("ChatChoice", _SAID | _MORE, **_CHOICE, logprobs=ChatLogprobs | None)
 ChatCompletion = _struct("ChatCompletion", {"usage": Usage} | _PROMPT, **_HEAD, choices=[ChatChoice])
 _MODEL: Object = {"owned_by": str, "root": str, "parent": str | None, "max_model_len": int}

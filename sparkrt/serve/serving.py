@@ -14,8 +14,10 @@ from sparkrt.serve.cli import ServeArgs
 from sparkrt.serve.engine import EngineClient
 from sparkrt.serve.http import require
 from sparkrt.serve.protocol import SAMPLING_FIELDS
+from sparkrt.text.reasoning import BEGIN, END, reasoning_format
 from sparkrt.text.template import ChatTemplate, check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
+from sparkrt.text.tools import tool_format
 
 LONGEST_TOKEN = 512  # characters; vocabularies end their runs of blanks and dashes at 128 or 256
 
@@ -42,6 +44,11 @@ class Serving:
         self.tokenizer, self.template = texts.result()
         if self.args.chat_template is not None:
             self.template = ChatTemplate.from_option(self.args.chat_template, self.tokenizer)
+        text = "\n".join(self.template.texts.values())
+        self.tools = tool_format(self.args.tool_call_parser, text)
+        self.reasoning = reasoning_format(self.args.reasoning_parser, text)
+        marks = {*(self.tools.marks if self.tools else ()), BEGIN, END}
+        self.marks = {i for i in self.tokenizer.special_ids if self.tokenizer.token_str(i) in marks}
         if self.args.max_num_queued_reqs is not None:
             self.client.max_requests = self.info.max_num_seqs + self.args.max_num_queued_reqs
         self.opened.set_result(None)
@@ -69,17 +76,20 @@ class Serving:
             raise RequestError(message, param=param, code="context_length_exceeded")
         return self.tokenizer.encode(prompt, special, param=param)
 
-    def render(self, body: Any) -> list[int]:
-        """The prompt ids of `body.messages`. The template writes the special tokens."""
-        effort = getattr(body, "reasoning_effort", None)
-        variables = self.args.default_chat_template_kwargs | ({} if effort is None else {"reasoning_effort": effort})
+    def render(self, body: Any) -> tuple[str, list[int]]:
+        """The prompt of `body.messages`, text and ids. The template writes the special tokens."""
+        variables, effort = dict(self.args.default_chat_template_kwargs), body.reasoning_effort
+        if effort is not None:  # "none" is for templates that know a switch only
+            variables |= {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+        if body.enable_thinking is not None:
+            variables["enable_thinking"] = body.enable_thinking
         variables |= body.chat_template_kwargs or {}
         check_kwargs(variables)  # before they become keyword arguments, where some would clash
         is_open = bool(body.continue_final_message)
         begins = not is_open if body.add_generation_prompt is None else body.add_generation_prompt
         variables |= {"add_generation_prompt": begins, "continue_final_message": is_open}
         text = self.template.render(body.messages, body.tools, **variables)
-        return self.encode(text, bool(body.add_special_tokens), "messages")
+        return text, self.encode(text, bool(body.add_special_tokens), "messages")
 
     def params(self, body: Any, **more: object) -> SamplingParams:
         """The sampling parameters of a request over the model's defaults. `more`: fields that the two APIs spell differently."""

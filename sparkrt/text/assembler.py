@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from sparkrt.errors import RequestError
@@ -13,9 +13,10 @@ from sparkrt.text.tokenizer import Tokenizer
 class Detokenizer:
     """One stream of tokens. The deltas, joined, are `Tokenizer.decode(ids, continuation=True)`; none ends in half a character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: Set[int] = frozenset()) -> None:
+        """`shown`: special tokens that are not skipped."""
         self._bytes_of = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -81,8 +82,9 @@ class TextAssembler:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        shown: Set[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stop, include_stop_str_in_output)
         self._include, self._min_tokens, self._used = include_stop_str_in_output, min_tokens, 0
 

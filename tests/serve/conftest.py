@@ -19,6 +19,13 @@ STRICT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+THINKING_TEMPLATE = (
+    "{# <function= #}{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined %}<think>\n"
+    "{% if not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}{% endif %}"
+)
+
 
 @dataclass
 class Reciter:
@@ -59,6 +66,15 @@ def dice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def fake() -> Iterator[Server]:
     """The engine of fake_engine.py; tests that break it start their own."""
     with running(module="tests.serve.fake_engine") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same engine behind a template that opens thinking where `enable_thinking` says so, and shows calls as XML."""
+    template = tmp_path_factory.mktemp("echo") / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE, encoding="utf-8")
+    with running("--chat-template", str(template), module="tests.serve.fake_engine") as server:
         yield server
 
 

@@ -1,4 +1,5 @@
-"""An engine without a model, for faults that the real one does not have: it recites SCRIPT, or does what the prompt says.
+"""An engine without a model, for faults that the real one does not have: it recites SCRIPT, or what the prompt has between ⟦ and
+⟧ (⟪ and ⟫: a token for each byte), or does what the prompt says.
 
 Run as a program it is a server around that engine: `python -m tests.serve.fake_engine [flags of sparkrt serve]`.
 """
@@ -39,6 +40,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._bytes = {raw[0]: i for i in range(tokenizer.vocab_size) if len(raw := tokenizer.token_bytes(i)) == 1}
         self._running: dict[str, Running] = {}
         self._stats = EngineStats(total_blocks=10, free_blocks=10)
 
@@ -49,6 +51,10 @@ class FakeEngine:
         if "FULL" in prompt:
             raise CapacityError("the engine is full")
         script = self._tokenizer.encode(SCRIPT, add_special_tokens=False)
+        if "⟦" in prompt:
+            script = self._tokenizer.encode(prompt.split("⟦")[1].split("⟧")[0], add_special_tokens=False)
+        if "⟪" in prompt:
+            script = [self._bytes[byte] for byte in prompt.split("⟪")[1].split("⟫")[0].encode()]
         script = script * 500 if "FOREVER" in prompt else [*script, *self._tokenizer.eos_token_ids[:1]]
         self._running[request.request_id] = Running(request, prompt, script)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import openai
 import pytest
 from openai import OpenAI
@@ -112,32 +115,53 @@ def test_stop(client: OpenAI) -> None:
     assert choice.model_extra == {"stop_reason": "help"}
 
 
-def test_tool_prompt(client: OpenAI) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather of a city",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=greet("What is the weather in Paris?"),
-        tools=[tool],
-        temperature=0,  # type: ignore[list-item]
-    )
-    assert "<tool_call>\n<function=" in (answer.choices[0].message.content or "")
-    without = client.chat.completions.create(
-        model=MODEL,
-        messages=greet("What is the weather in Paris?"),
-        tools=[tool],  # type: ignore[list-item]
-        tool_choice="none",
-        temperature=0,
-    )
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "GetWeather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED: Any = {"model": MODEL, "messages": greet("What is the weather in Paris?"), "tools": [WEATHER], "temperature": 0}
+
+
+def test_tools(client: OpenAI) -> None:
+    """A call, its result, and the answer; streamed or not."""
+    answer = client.chat.completions.create(**ASKED)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls or []
+    assert (call.type, call.function.name) == ("function", "GetWeather")
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    with client.chat.completions.stream(**ASKED) as stream:
+        whole = stream.get_final_completion().choices[0]
+    assert whole.finish_reason == "tool_calls"
+    [again] = whole.message.tool_calls or []
+    assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+    messages = [*ASKED["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}]
+    final = client.chat.completions.create(**{**ASKED, "messages": messages})
+    assert final.choices[0].finish_reason == "stop"
+    assert final.choices[0].message.content
+    assert final.choices[0].message.tool_calls is None
+    without = client.chat.completions.create(**ASKED, tool_choice="none")
+    assert without.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert without.usage is not None
     assert without.usage.prompt_tokens < answer.usage.prompt_tokens  # a model that must not call sees no tools
+
+
+def test_reasoning(client: OpenAI) -> None:
+    farmer = "A farmer has 12 cows. He buys 5 more cows. How many cows does he have?"
+    asked: Any = {"model": MODEL, "messages": greet(farmer), "temperature": 0}
+    message: Any = client.chat.completions.create(**asked).choices[0].message
+    chunks: Any = list(client.chat.completions.create(**asked, stream=True))
+    assert message.reasoning == message.reasoning_content
+    for name in ("reasoning", "reasoning_content"):
+        said = "".join(getattr(chunk.choices[0].delta, name, None) or "" for chunk in chunks)
+        assert said == getattr(message, name)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
 
 
 def test_errors(client: OpenAI, tiny: Server) -> None:

@@ -101,7 +101,8 @@ def test_fields_of_chat(tiny: Server) -> None:
         param = refused(tiny, CHAT, field, value)
         assert param == field
     assert tiny.post(CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400)["param"] == "top_logprobs"
-    assert refused(tiny, CHAT, "tools", [{"type": "function"}]) == "tools[0]"
+    assert refused(tiny, CHAT, "tools", [{"type": "function"}]) == "tools[0].function"
+    assert refused(tiny, CHAT, "functions", [{"name": "f", "parameters": 5}]) == "functions[0].function.parameters"
     for kwargs in ({"chat_template": "{{ 1 }}"}, {"messages": []}, {"tools": []}):  # X01
         assert refused(tiny, CHAT, "chat_template_kwargs", kwargs).startswith("chat_template_kwargs.")
     assert tiny.post(CHAT, {}, 400)["param"] == "messages"

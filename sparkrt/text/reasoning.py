@@ -1,0 +1,52 @@
+"""Where a model's thinking ends and its answer begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkrt.text.incoming import BLANK, Incoming, Reading, Sink, Trimmed
+
+BEGIN, END = "<think>", "</think>"
+PARSERS = ("qwen3", "deepseek_r1")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Thinking goes from `<think>` to `</think>`, and the prompt may have opened it, or opened and closed it.
+
+    `implied`: where the prompt says nothing an answer thinks from its first word, whether it opens the tag or not.
+    """
+
+    implied: bool = False
+
+    def thinks(self, prompt: str, continues: bool) -> bool | None:
+        """Whether an answer to this prompt begins inside (True) or after (False) its thinking; None: it says so itself.
+
+        `continues`: the prompt ends in the middle of a message that the answer goes on with.
+        """
+        tail = prompt.rstrip()
+        if continues:
+            return prompt.rfind(BEGIN) > prompt.rfind(END)
+        if tail.endswith((BEGIN, END)):
+            return tail.endswith(BEGIN)
+        return True if self.implied else None
+
+    def read(self, source: Incoming, thinks: bool | None, think: Sink, say: Sink) -> Reading[None]:
+        """Read up to where the answer begins. Blanks around the thinking are not given out."""
+        if thinks is False:
+            return
+        blank = yield from source.take(BLANK)
+        if not (yield from source.follows(BEGIN)) and not thinks:
+            say(blank)
+            return
+        yield from source.until((END,), Trimmed(think, both=True))
+        yield from source.take(BLANK)
+
+
+def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
+    """The format called `name`; "auto": what `template` shows, None if it never mentions thinking; "none": none."""
+    if name == "auto":
+        name = (
+            "" if END not in template and BEGIN not in template else "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
+        )
+    return ReasoningFormat(implied=name == "deepseek_r1") if name in PARSERS else None

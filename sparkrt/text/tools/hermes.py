@@ -1,0 +1,27 @@
+"""Calls as Hermes, Qwen2.5 and Qwen3 write them: JSON between tags."""
+
+from __future__ import annotations
+
+from sparkrt.text.incoming import BLANK, Incoming, Reading
+from sparkrt.text.tools.calls import Calls, ToolFormat
+from sparkrt.text.tools.json_calls import read_call
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolFormat):
+    """`<tool_call>` `{"name": NAME, "arguments": {...}}` `</tool_call>`"""
+
+    marks = (_BEGIN, _END)
+
+    def read(self, source: Incoming, calls: Calls) -> Reading[None]:
+        while (yield from source.until((_BEGIN,), calls.say)) is not None:
+            blank = yield from source.take(BLANK)
+            text: str | None = ""
+            if (yield from source.peek()) == "{":
+                text = yield from read_call(source, calls)
+            if text is None:
+                yield from source.take(BLANK)
+                yield from source.follows(_END)
+            else:
+                calls.say(_BEGIN + blank + text)

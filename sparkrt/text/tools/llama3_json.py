@@ -1,0 +1,35 @@
+"""Calls as Llama 3.1 and 3.2 write them: an answer that is bare JSON."""
+
+from __future__ import annotations
+
+from sparkrt.text.incoming import BLANK, Incoming, Reading
+from sparkrt.text.tools.calls import Calls, ToolFormat
+from sparkrt.text.tools.json_calls import read_call
+
+_TAG, _FIRST = "<|python_tag|>", '"name"'
+
+
+class Llama3Json(ToolFormat):
+    """`{"name": NAME, "parameters": {...}}`, perhaps after a tag, and several with `;` between. Other answers are mere text."""
+
+    marks = (_TAG,)
+
+    def read(self, source: Incoming, calls: Calls) -> Reading[None]:
+        before = yield from source.take(BLANK)
+        if (yield from source.follows(_TAG)):
+            before = yield from source.take(BLANK)
+        while (yield from _is_call(source)):
+            if (text := (yield from read_call(source, calls, bare=True))) is not None:
+                before += text
+                break
+            before = ""
+            yield from source.take(BLANK + ";")
+        calls.say(before)
+        yield from source.until((), calls.say)
+
+
+def _is_call(source: Incoming) -> Reading[bool]:
+    """Whether an object is next whose first key is "name": other JSON need not wait for its end."""
+    while (yield from source.peek()) == "{" and len(source.text[1:].lstrip(BLANK)) < len(_FIRST) and not source.ended:
+        yield
+    return source.text[:1] == "{" and source.text[1:].lstrip(BLANK).startswith(_FIRST)

@@ -1,0 +1,43 @@
+"""Calls as Mistral's models write them: JSON after a token, in one of two ways."""
+
+from __future__ import annotations
+
+from sparkrt.text.incoming import BLANK, Incoming, Reading
+from sparkrt.text.tools.calls import Calls, ToolFormat, short_id
+from sparkrt.text.tools.json_calls import read_call, read_members
+
+_TAG, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class Mistral(ToolFormat):
+    """`[TOOL_CALLS]` `[{"name": NAME, "arguments": {...}}, ...]`, or for each call `[TOOL_CALLS]` NAME `[ARGS]` `{...}`."""
+
+    marks = (_TAG, _ID, _ARGS)
+
+    def read(self, source: Incoming, calls: Calls) -> Reading[None]:
+        while (yield from source.until((_TAG,), calls.say)) is not None:
+            blank = yield from source.take(BLANK)
+            if (yield from source.follows("[")):
+                yield from source.take(BLANK)
+                while (yield from source.peek()) == "{":
+                    if (text := (yield from read_call(source, calls))) is not None:
+                        calls.say(text)
+                    yield from source.take(BLANK + ",")
+                yield from source.follows("]")
+                continue
+            parts = list[str]()
+            if (tag := (yield from source.until((_ID, _ARGS, "{"), parts.append))) == _ID:
+                tag = yield from source.until((_ARGS, "{"), lambda text: None)
+            name = "".join(parts).strip()
+            if tag is None or not name:
+                calls.say(_TAG + blank + "".join(parts) + (tag or ""))
+                continue
+            if tag == _ARGS:
+                yield from source.take(BLANK)
+                yield from source.follows("{")
+            call = calls.call(name)
+            yield from read_members(source, call)
+            call.close()
+
+    def new_id(self) -> str:
+        return short_id()

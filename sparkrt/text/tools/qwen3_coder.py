@@ -1,0 +1,84 @@
+"""Calls as Qwen3-Coder, Qwen3.5 and Qwen3.6 write them: XML-like, every value a bare text."""
+
+from __future__ import annotations
+
+from sparkrt.text.incoming import BLANK, Incoming, Reading
+from sparkrt.text.tools.calls import Call, Calls, ToolFormat, dumps
+from sparkrt.text.tools.coerce import coerce, types_of
+
+_BEGIN, _CALL, _KEY, _VALUE_END, _CALL_END, _END = (
+    *("<tool_call>", "<function=", "<parameter=", "</parameter>", "</function>", "</tool_call>"),
+)
+_NEXT = (_KEY, _CALL_END, _END)
+
+
+def _drop(text: str) -> None:
+    """A sink for what belongs to a call and means nothing."""
+
+
+class Qwen3Coder(ToolFormat):
+    """`<tool_call>` `<function=NAME>` `<parameter=KEY>` VALUE `</parameter>` ... `</function>` `</tool_call>`.
+
+    The outer tag may be missing, as closing ones. Values are read in the types of the schema; a parameter whose tag is malformed,
+    or whose key was there before, is left out.
+    """
+
+    marks = (_BEGIN, _END)
+
+    def read(self, source: Incoming, calls: Calls) -> Reading[None]:
+        while (tag := (yield from source.until((_BEGIN, _CALL), calls.say))) is not None:
+            if tag == _BEGIN:
+                blank = yield from source.take(BLANK)
+                if not (yield from source.follows(_CALL)):
+                    calls.say(_BEGIN + blank)  # somebody writes of tags
+                    continue
+            name = list[str]()
+            end = yield from source.until((">", "\n"), name.append)
+            if end != ">" or not name:
+                calls.say(f"{tag}{''.join(name)}{end or ''}")
+                continue
+            yield from self._call(source, "".join(name).strip(), calls)
+
+    def _call(self, source: Incoming, name: str, calls: Calls) -> Reading[None]:
+        call, schema = calls.call(name), calls.schema(name)
+        tag = yield from source.until(_NEXT, _drop)
+        while tag == _KEY:
+            parts = list[str]()
+            end = yield from source.until((">", "\n"), parts.append)
+            key = "".join(parts).strip()
+            if end == ">" and key and call.key(key):
+                properties = schema.get("properties", {})
+                kinds = types_of(properties[key], schema) if key in properties else frozenset(["string"])
+                value = _Value(call, kinds)
+                tag = yield from source.until((_VALUE_END, *_NEXT), value.take)
+                value.close()
+            else:
+                tag = yield from source.until((_VALUE_END, *_NEXT), _drop)
+            if tag == _VALUE_END:
+                tag = yield from source.until(_NEXT, _drop)
+        call.close()
+        if tag == _CALL_END:
+            yield from source.take(BLANK)
+            yield from source.follows(_END)
+
+
+class _Value:
+    """A value between its tags, without the line feed after the first and before the last. Mere strings are written at once."""
+
+    def __init__(self, call: Call, types: frozenset[str]) -> None:
+        self._call, self._types, self._first, self._held, self._parts = call, types, True, "", list[str]()
+        self._give = self._parts.append
+        if types == {"string"}:
+            call.put('"')
+            self._give = lambda text: call.put(dumps(text)[1:-1])
+
+    def take(self, text: str) -> None:
+        text = self._held + text
+        if self._first and text:
+            self._first, text = False, text.removeprefix("\n")
+        ready = text.removesuffix("\n")
+        self._held = text[len(ready) :]
+        self._give(ready)
+
+    def close(self) -> None:
+        self._call.put('"' if self._types == {"string"} else coerce("".join(self._parts), self._types))
