@@ -1,64 +1,16 @@
-// What only sm_90a has: the bulk tensor copy engine completing on mbarriers, and wgmma.
+// What only sm_90a has: wgmma, and registers that move between warpgroups.
 //
-// Shared tiles are blocks of 8 rows: 64 columns of each (128 bytes a row, 1 KB), then the next 64, then the next 8 rows; inside a
-// KB, the 16-byte chunk c of row r lies at c ^ r (the 128-byte swizzle). The copy engine writes that from a 4-D view of the pool
-// (tensor_map.h); wgmma reads it along the columns (K-major: Q, K) or across (MN-major: V).
+// Operands in shared memory are tiles as bulk.cuh has them, read along the columns (K-major: Q, K) or across (MN-major: V).
 //
-// defines: spark::attn::{kHopper, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, prefetch_map,
-// fence_async_proxy,
-//          less_registers, more_registers, descriptor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss, wgmma_rs}
+// defines: spark::attn::{less_registers, more_registers, descriptor, anchor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss,
+//          wgmma_rs}
 #pragma once
-
-#include <cuda.h>
 
 #include "attention/ptx.cuh"
 
 namespace spark::attn {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kHopper = true;
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-// Makes initialized barriers known to the copy engine; __syncthreads after it makes them known to the CTA.
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Waits until the phase of that parity (0 for the first) is over; of a fresh barrier, the phase before the first is.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, int parity) {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred done;\n\t"
-        "again:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-        "@done bra over;\n\t"
-        "bra again;\n\t"
-        "over:\n\t"
-        "}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// The box whose rows start at 8 * `rows8` of the pool, all columns, to `to` (a multiple of 1 KB).
-__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, int rows8, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3}], [%4];" ::
-            "r"(to),
-        "l"(map), "r"(0), "r"(rows8), "r"(barrier)
-        : "memory");
-}
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// Ordinary writes to shared memory before it are seen by wgmma and the copy engine after the next barrier.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 template <int kRegisters>
 __device__ __forceinline__ void less_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -72,6 +24,13 @@ __device__ __forceinline__ void more_registers() {
 __device__ __forceinline__ uint64_t descriptor(uint32_t at, int leading, int stride) {
     return static_cast<uint64_t>((at & 0x3ffff) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
            static_cast<uint64_t>(stride >> 4) << 32 | uint64_t{1} << 62;
+}
+
+// Keeps the assembler from moving the next wait in front of what computes `x`: a store that depends on it and, since it is never
+// negative, is never made.
+__device__ __forceinline__ void anchor(float x, uint32_t at) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.lt.f32 p, %0, 0f00000000;\n\t@p st.shared.f32 [%1], %0;\n\t}" ::"f"(x), "r"(at)
+                 : "memory");
 }
 
 // Before wgmma reads registers that were written otherwise; closing a group; waiting for all but the newest groups.
@@ -190,8 +149,6 @@ __device__ __forceinline__ void wgmma_rs<f16, 32>(float (&d)[32][4], const uint3
 #undef SPARK_WGMMA_D40
 #undef SPARK_WGMMA_D64
 #undef SPARK_WGMMA_D128
-#else
-constexpr bool kHopper = false;
 #endif
 
 }  // namespace spark::attn

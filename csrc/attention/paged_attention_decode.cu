@@ -9,16 +9,20 @@
 // item in turn and folds in registers. Groups meet in the workspace: the last to arrive folds them; its counter wraps to zero by
 // itself. CTAs stay and take items in turn, so that a launch for the longest context costs no more than its rows need.
 //
-// A CTA: 4 warps, tiles of 64 keys in a ring of cp.async buffers (K, V, K, ...; a warp copies its own 16 rows, one piece of 8 KB
-// at 256 dims). Scores are S^T = K Q^T: 16 keys a warp, up to 8 query heads as the 8 columns of m16n8k16 (16 as two such), so
-// that no row of the tensor cores is padding; O^T = V^T P^T by columns, a quarter of the dims a warp, P passed through shared
-// memory; a row of ones beside V^T sums P. Copies of keys that no kernel in flight can be writing (all but the newest 64) start
-// before the wait for the kernel in front; slots, lengths and tables are written at the start of a step, long before.
+// A CTA: 4 warps, tiles of 64 keys on their way through a ring of buffers (decode_ring.cuh). Scores are S^T = K Q^T: 16 keys a
+// warp, up to 8 query heads as the 8 columns of m16n8k16 (16 as two such), so that no row of the tensor cores is padding; O^T =
+// V^T P^T by columns, a quarter of the dims a warp, P passed through shared memory; a row of ones beside V^T sums P. Keys that no
+// kernel in flight can be writing (all but the newest 64) are fetched before the wait for the kernel in front; slots, lengths and
+// tables are written at the start of a step, long before.
 //
 // H200, bf16, 16/2 heads x 256: a key is 2 KB; 128 rows x 1024 keys 268 MB, 63 us at 4.29 TB/s; 1 row x 32768 keys 67 MB, 16 us.
+#include <type_traits>
+
+#include "attention/decode_ring.cuh"
 #include "attention/plain.cuh"
 #include "attention/ptx.cuh"
 #include "attention/splits.cuh"
+#include "attention/tensor_map.h"
 #include "common/dispatch.h"
 #include "common/pdl.h"
 
@@ -28,7 +32,6 @@ using namespace spark;
 using namespace spark::attn;
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-constexpr int kTile = 64;       // keys of a tile, 16 a warp
 constexpr int kFresh = 64;      // newest keys of a row: the kernel in front may be writing them (one, or a few drafts)
 constexpr int kTeamBelow = 40;  // items from which on single CTAs fill the machine
 
@@ -92,10 +95,10 @@ class Rows {
 };
 
 // kBlocks: blocks of 8 query heads that a kv head has; kRing: buffers of a tile of K or V.
-template <typename T, int D, int kBlocks, int kRing>
+template <typename T, int D, int kBlocks, int kRing, bool kBulk>
 struct Decode {
-    static constexpr int kChunks = D / 8;  // 16-byte chunks of a row
-    static constexpr int kRowBytes = D * 2, kTileBytes = kTile * kRowBytes;
+    using Keys = Ring<T, D, kRing, kBulk>;
+    static constexpr int kBlock = 16 * D;                 // bytes of 8 rows of a tile
     static constexpr int kSteps = D / 16;                 // of QK^T
     static constexpr int kChains = kBlocks == 1 ? 4 : 2;  // independent sums of QK^T
     static constexpr int kDims = D / kWarps;              // a warp's columns of the output
@@ -103,12 +106,13 @@ struct Decode {
     static constexpr int kHeads = kBlocks * 8;
     static constexpr int kPart = D + 4;  // floats from head to head of a part: no two lanes meet in a bank
     // shared memory
-    static constexpr int kP = kRing * kTileBytes;               // T [blocks][64 keys][8 heads]
+    static constexpr int kP = Keys::kBytes;                     // T [blocks][64 keys][8 heads]
     static constexpr int kMax = kP + kBlocks * kTile * 16;      // float [warps][heads]
     static constexpr int kMaxSum = kMax + kWarps * kHeads * 4;  // float2 [heads] of the part
     static constexpr int kFlag = kMaxSum + kHeads * 8;
-    static constexpr int kBytes = kFlag + 16;
-    static_assert(kHeads * kPart * 4 <= kRing * kTileBytes, "the part lies in the ring");
+    static constexpr int kBarriers = kFlag + 16;
+    static constexpr int kBytes = kBarriers + Keys::kBarrierBytes;
+    static_assert(kHeads * kPart * 4 <= Keys::kBytes, "the part lies in the ring");
 
     struct State {
         float o[kBlocks][kPieces][4], sum[kBlocks][2], max[kBlocks][2];  // index & 1 of o: the head
@@ -126,64 +130,24 @@ struct Decode {
     uint8_t* const shared;
     const uint32_t base;
     const int lane, warp;
-    // the range of keys in work: one split, or the splits of a group
-    const T *k, *v;
-    const int* table;
-    int begin, end, tiles, split, page, next_page;
+    const CUtensorMap *const k_map, *const v_map;
+    Keys keys;  // in work: one split, or the splits of a group
     uint32_t q[kSteps][kBlocks][2];
     State total;
 
-    __device__ Decode(const Params& params, uint8_t* memory)
+    __device__ Decode(const Params& params, const CUtensorMap* map_of_k, const CUtensorMap* map_of_v, uint8_t* memory)
         : p(params),
           shared(memory),
           base(smem_address(memory)),
           lane(threadIdx.x % kWarp),
           warp(threadIdx.x / kWarp),
-          k(nullptr),
-          v(nullptr),
-          table(nullptr),
-          begin(0),
-          end(0),
-          tiles(0),
-          split(0),
-          page(0),
-          next_page(0) {}
-
-    __device__ void open(int slot, int kv_head, int first, int last, int split_keys) {
-        const int64_t head_offset = (static_cast<int64_t>(kv_head) << p.page_shift) * D;
-        k = static_cast<const T*>(p.k_pool) + head_offset;
-        v = static_cast<const T*>(p.v_pool) + head_offset;
-        table = p.tables + static_cast<int64_t>(slot) * p.table_width;
-        begin = first, end = last, split = split_keys;
-        tiles = max(last - first + kTile - 1, 0) / kTile;
-        next_page = page_of(0);
+          k_map(map_of_k),
+          v_map(map_of_v),
+          keys(memory, memory + kBarriers) {
+        if constexpr (kBulk) __syncthreads();
     }
 
-    // The page of this warp's keys of a tile.
-    __device__ int page_of(int tile) const {
-        const int at = begin + tile * kTile + warp * 16;
-        return at < end ? table[at >> p.page_shift] : 0;
-    }
-
-    // Starts the copy of element e (K of tile e / 2, then its V) into its buffer: 16 rows by each warp. Rows past the end are
-    // zeros.
-    __device__ void issue(int e) {
-        const int tile = e >> 1;
-        if (tile < tiles) {
-            const bool is_v = (e & 1) != 0;
-            if (!is_v) page = next_page, next_page = page_of(tile + 1);
-            const int at = begin + tile * kTile + warp * 16, live = end - at;
-            const T* from = is_v ? v : k;
-            if (live > 0) from += page * p.page_elements + static_cast<int64_t>(at & ((1 << p.page_shift) - 1)) * D;
-            const uint32_t to = base + (e % kRing) * kTileBytes + warp * 16 * kRowBytes;
-#pragma unroll
-            for (int i = 0; i < kChunks / 2; ++i) {
-                const int x = i * kWarp + lane, r = x / kChunks, c = x % kChunks;
-                copy_async(to + r * kRowBytes + ((c ^ (r & 7)) << 4), from + x * 8, r < live ? 16 : 0);
-            }
-        }
-        commit_copies();
-    }
+    __device__ void issue(int e) { keys.issue(p, k_map, v_map, e); }
 
     // Query heads as columns: heads past the group are zero.
     __device__ void load_q(int row, int kv_head) {
@@ -201,32 +165,31 @@ struct Decode {
         }
     }
 
-    // total <- the range, split by split.
-    __device__ void attend() {
+    // total <- the keys, split by split.
+    __device__ void attend(int split) {
         const int per_split = split / kTile;
         State part;
         total.clear();
         part.clear();
         float ones_sum[kBlocks][4] = {};
         int left = per_split;
-        for (int tile = 0; tile < tiles; ++tile) {
+        for (int tile = 0; tile < keys.tiles; ++tile) {
             const int e = 2 * tile;
             if (tile == 0)
-                wait_copies<kRing - 1>();
+                keys.template await<kRing - 1>(e);
             else
-                wait_copies<kRing - 2>();
-            __syncwarp();
+                keys.template await<kRing - 2>(e);
             float s[kBlocks][4];
-            score(s, base + (e % kRing) * kTileBytes + warp * 16 * kRowBytes, end - (begin + tile * kTile) - warp * 16);
+            score(s, keys.buffer(e) + warp * 2 * kBlock, keys.live(tile));
             publish_max(s);
             __syncthreads();  // all are done with V and P of the tile before
             if (tile > 0) issue(e - 1 + kRing);
             issue(e + kRing);
             weigh(s, part, ones_sum);
-            wait_copies<kRing - 1>();
+            keys.template await<kRing - 1>(e + 1);
             __syncthreads();
-            gather(part, ones_sum, base + ((e + 1) % kRing) * kTileBytes);
-            if (--left == 0 || tile + 1 == tiles) {
+            gather(part, ones_sum, keys.buffer(e + 1));
+            if (--left == 0 || tile + 1 == keys.tiles) {
 #pragma unroll
                 for (int b = 0; b < kBlocks; ++b) {
                     part.sum[b][0] = ones_sum[b][0], part.sum[b][1] = ones_sum[b][1];
@@ -243,11 +206,11 @@ struct Decode {
     __device__ void score(float (&s)[kBlocks][4], uint32_t tile, int live) const {
         float sums[kChains][kBlocks][4] = {};
         const int r = lane % 16;
-        const uint32_t row = tile + r * kRowBytes, column = ((lane / 16) ^ (r & 7)) << 4;
+        const uint32_t row = tile + r / 8 * kBlock + r % 8 * 128, column = ((lane / 16) ^ (r % 8)) << 4;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             uint32_t a[4];
-            ldmatrix(a, row + (column ^ (step << 5)));
+            ldmatrix(a, row + step / 4 * 1024 + (column ^ (step % 4 << 5)));
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b) mma<T>(sums[step % kChains][b], a, q[step][b][0], q[step][b][1]);
         }
@@ -322,13 +285,15 @@ struct Decode {
         }
         const uint32_t one = pack2<T>(1.f, 1.f), ones[4] = {one, one, one, one};
         const int r = lane % 8 + lane / 16 * 8;
-        const uint32_t row = tile + r * kRowBytes, column = ((lane / 8 % 2) ^ (r & 7)) << 4;
+        const int chunk = warp * kDims / 8;  // the first of this warp's dims
+        const uint32_t row = tile + r / 8 * kBlock + chunk / 8 * 1024 + r % 8 * 128;
+        const uint32_t column = ((lane / 8 % 2) ^ (r % 8) ^ (chunk % 8)) << 4;
 #pragma unroll
         for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
                 uint32_t a[4];
-                ldmatrix_trans(a, row + step * 16 * kRowBytes + (column ^ ((warp * kDims / 8 + piece * 2) << 4)));
+                ldmatrix_trans(a, row + step * 2 * kBlock + (column ^ (piece << 5)));
 #pragma unroll
                 for (int b = 0; b < kBlocks; ++b) mma<T>(part.o[b][piece], a, weights[b][step][0], weights[b][step][1]);
             }
@@ -440,10 +405,12 @@ struct Decode {
     }
 };
 
-template <typename T, int D, int kBlocks, int kRing, bool kCluster, int kPerSm>
-__global__ void __launch_bounds__(kThreads, kPerSm) paged_decode_kernel(const __grid_constant__ Params p) {
+template <typename T, int D, int kBlocks, int kRing, bool kBulk, bool kCluster, int kPerSm>
+__global__ void __launch_bounds__(kThreads, kPerSm)
+    paged_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap k_map,
+                        const __grid_constant__ CUtensorMap v_map) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    Decode<T, D, kBlocks, kRing> work(p, shared);
+    Decode<T, D, kBlocks, kRing, kBulk> work(p, &k_map, &v_map, shared);
     const Rows rows(p);
     const int items = rows.count() * p.kv_heads;
     const bool team = kCluster && items < kTeamBelow;
@@ -464,33 +431,41 @@ __global__ void __launch_bounds__(kThreads, kPerSm) paged_decode_kernel(const __
         const int group_begin = at.group * cut.split * kSplits, group_end = min(group_begin + cut.split * kSplits, at.tokens);
         const int parts = (group_end - group_begin + cut.split - 1) / cut.split;
         const int begin = group_begin + rank * cut.split;
-        work.open(at.slot, kv_head, begin, team ? min(begin + cut.split, group_end) : group_end, cut.split);
+        work.keys.open(p, p.tables + static_cast<int64_t>(at.slot) * p.table_width, kv_head, begin,
+                       team ? min(begin + cut.split, group_end) : group_end);
         for (int e = 0; e < kRing; ++e) {
             if (begin + (e / 2 + 1) * kTile > at.tokens - kFresh) settle();
             work.issue(e);
         }
         settle();
         work.load_q(at.row, kv_head);
-        work.attend();
+        work.attend(cut.split);
         __syncthreads();  // the ring is free
+        work.keys.close();
         work.lay_out();
         if (team) {
             cluster_sync();
             work.template emit<true>(at.row, kv_head, at.group, cut.groups, parts, rank);
+            fence_async_proxy();  // the part lies where the copy engine writes next
             cluster_sync();
         } else {
             __syncthreads();
             work.template emit<false>(at.row, kv_head, at.group, cut.groups, min(parts, 1), 0);
+            fence_async_proxy();
             __syncthreads();
         }
     }
     settle();
 }
 
-template <typename T, int D, int kBlocks, int kRing, bool kCluster, int kPerSm>
-int launch(const Params& p, const Device& device, cudaStream_t stream) {
-    const auto kernel = paged_decode_kernel<T, D, kBlocks, kRing, kCluster, kPerSm>;
-    constexpr int kBytes = Decode<T, D, kBlocks, kRing>::kBytes;
+struct Pools {
+    CUtensorMap k{}, v{};
+};
+
+template <typename T, int D, int kBlocks, int kRing, bool kBulk, bool kCluster, int kPerSm>
+int launch(const Params& p, const Pools& pools, const Device& device, cudaStream_t stream) {
+    const auto kernel = paged_decode_kernel<T, D, kBlocks, kRing, kBulk, kCluster, kPerSm>;
+    constexpr int kBytes = Decode<T, D, kBlocks, kRing, kBulk>::kBytes;
     static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (allowed != cudaSuccess) return static_cast<int>(allowed);
     const int64_t most = (static_cast<int64_t>(p.table_width << p.page_shift) + kSplit * kSplits - 1) / (kSplit * kSplits);
@@ -499,32 +474,36 @@ int launch(const Params& p, const Device& device, cudaStream_t stream) {
     const int64_t workers = items < room ? items : room < 1 ? 1 : room;
     constexpr unsigned kTogether = kCluster ? kSplits : 1;
     return launch_pdl_cluster(kernel, dim3(static_cast<unsigned>(workers) * kTogether), dim3(kThreads), kTogether, kBytes, stream,
-                              p);
+                              p, pools.k, pools.v);
 }
 
-// Rings: as deep as shared memory allows where CTAs are few (a team), half of it where two CTAs share a multiprocessor.
+// Two CTAs of 256 dims fill a multiprocessor's shared memory: one's loads cover the other's start and end, and clusters of 8 find
+// room (at one a multiprocessor not all of 16 would: some of the chip's clusters of multiprocessors have fewer than 16).
 template <typename T, int D, int kBlocks>
-int by_size(const Params& p, const Device& device, cudaStream_t stream) {
-    constexpr int kPerSm = D == 64 ? 4 - kBlocks / 2 : 2;
-    if (device.major >= 9 && static_cast<int64_t>(p.rows) * p.kv_heads < kTeamBelow && device.shared >= 200 * 1024)
-        return launch<T, D, kBlocks, 6, true, D == 256 ? 1 : 2>(p, device, stream);
-    if constexpr (D == 256) {
-        if (device.shared < 110 * 1024) return launch<T, D, kBlocks, 2, false, 1>(p, device, stream);
-        return launch<T, D, kBlocks, 3, false, kPerSm>(p, device, stream);
-    } else {
-        return launch<T, D, kBlocks, 6, false, kPerSm>(p, device, stream);
-    }
+int by_size(const Params& p, int64_t pool_rows, const Device& device, cudaStream_t stream) {
+    constexpr int kPerSm = D == 64 ? 4 - kBlocks / 2 : 2, kRing = D == 256 ? 3 : 6;
+    constexpr bool kBf16 = std::is_same_v<T, bf16>;
+    Pools pools;
+    if (device.major < 9 || device.shared < 200 * 1024 || !pool_map(pools.k, p.k_pool, pool_rows, D, kBf16) ||
+        !pool_map(pools.v, p.v_pool, pool_rows, D, kBf16))
+        return launch<T, D, kBlocks, D == 256 ? 2 : 6, false, false, D == 64 ? 3 : 1>(p, pools, device, stream);
+    if (static_cast<int64_t>(p.rows) * p.kv_heads < kTeamBelow)
+        return launch<T, D, kBlocks, kRing, true, true, 2>(p, pools, device, stream);
+    return launch<T, D, kBlocks, kRing, true, false, kPerSm>(p, pools, device, stream);
 }
 
 template <typename T>
-int run(const Params& p, bool aligned, cudaStream_t stream) {
+int run(const Params& p, int64_t pool_rows, bool aligned, cudaStream_t stream) {
     if constexpr (sizeof(T) == 2) {
         const Device device;
         const bool wide = p.group > 8;
         if (aligned && p.group <= 16 && p.page_shift >= 4) {
-            if (p.dim == 64) return wide ? by_size<T, 64, 2>(p, device, stream) : by_size<T, 64, 1>(p, device, stream);
-            if (p.dim == 128) return wide ? by_size<T, 128, 2>(p, device, stream) : by_size<T, 128, 1>(p, device, stream);
-            if (p.dim == 256) return wide ? by_size<T, 256, 2>(p, device, stream) : by_size<T, 256, 1>(p, device, stream);
+            if (p.dim == 64)
+                return wide ? by_size<T, 64, 2>(p, pool_rows, device, stream) : by_size<T, 64, 1>(p, pool_rows, device, stream);
+            if (p.dim == 128)
+                return wide ? by_size<T, 128, 2>(p, pool_rows, device, stream) : by_size<T, 128, 1>(p, pool_rows, device, stream);
+            if (p.dim == 256)
+                return wide ? by_size<T, 256, 2>(p, pool_rows, device, stream) : by_size<T, 256, 1>(p, pool_rows, device, stream);
         }
     }
     Plain plain{};
@@ -568,6 +547,6 @@ SPARK_LAUNCHER(spark_paged_attention_decode) {
         p.workspace = a.ptr<float>(8), p.max_groups = kGroups;
     }
     const bool aligned = a.vectors(0, dim, 2) && a.vectors(1, dim, 2) && a.vectors(2, dim, 2) && a.vectors(3, dim, 2);
-    SPARK_DISPATCH_ACTIVATION(t, return run<T>(p, aligned, stream))
+    SPARK_DISPATCH_ACTIVATION(t, return run<T>(p, a.dim(2, 0) * kv_heads * page, aligned, stream))
     return spark::kUnsupported;
 }

@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "attention/bulk.cuh"
 #include "attention/hopper.cuh"
 #include "attention/slices.cuh"
 #include "attention/tensor_map.h"
@@ -60,10 +61,6 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
     __device__ uint32_t empty(int v, int stage) const { return base + Shape::kBarriers + ((2 + v) * kStages + stage) * 8; }
     __device__ uint32_t stage_of(int v, int index) const { return base + (v ? Shape::kV : Shape::kK) + index % kStages * kTile; }
     static __device__ int parity(int index) { return index / kStages & 1; }
-    // Chunk c of a row of a shared tile.
-    static __device__ uint32_t chunk(int r, int c) {
-        return r / 8 * kBlock + c / 8 * 1024 + r % 8 * 128 + (((c % 8) ^ (r % 8)) << 4);
-    }
 
     // One warp: keeps the stages filled.
     __device__ void fetch(const CUtensorMap* k_map, const CUtensorMap* v_map) const {
@@ -100,7 +97,7 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
         for (int i = 0; i < 64 * kChunks / kGroupThreads; ++i) {
             const int x = i * kGroupThreads + thread, r = x / kChunks, c = x % kChunks;
             const bool present = row0 + r < tile.rows;
-            copy_async(q + chunk(r, c), static_cast<const T*>(p.q) + (present ? tile.offset(p, row0 + r) : 0) + c * 8,
+            copy_async(q + tile_chunk<D>(r, c), static_cast<const T*>(p.q) + (present ? tile.offset(p, row0 + r) : 0) + c * 8,
                        present ? 16 : 0);
         }
         commit_copies();
@@ -179,7 +176,8 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
             if (valid < kKeys) {
                 const int from = stage_of(1, last) - base;
                 for (int x = threadIdx.x; x < (kKeys - valid) * kChunks; x += kGroups * kGroupThreads)
-                    *reinterpret_cast<uint4*>(shared + from + chunk(valid + x / kChunks, x % kChunks)) = make_uint4(0, 0, 0, 0);
+                    *reinterpret_cast<uint4*>(shared + from + tile_chunk<D>(valid + x / kChunks, x % kChunks)) =
+                        make_uint4(0, 0, 0, 0);
                 fence_async_proxy();
                 cta_barrier(kBoth, kGroups * kGroupThreads);
             }
@@ -196,8 +194,8 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
             const float share = softmax.share(i);
 #pragma unroll
             for (int j = 0; j < D / 8; ++j)
-                *reinterpret_cast<uint32_t*>(shared + (q - base) + chunk(warp * 16 + lane / 4 + i * 8, j) + lane % 4 * 4) =
-                    pack2<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
+                *reinterpret_cast<uint32_t*>(shared + (q - base) + tile_chunk<D>(warp * 16 + lane / 4 + i * 8, j) +
+                                             lane % 4 * 4) = pack2<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
             const int r = upper + i * 8;
             if (p.lse != nullptr && lane % 4 == 0 && r < tile.rows) p.lse[tile.offset(p, r) / D] = softmax.lse(i, scale);
         }
@@ -207,7 +205,7 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
             const int x = i * kWarp + lane, r = warp * 16 + x / kChunks, c = x % kChunks;
             if (row0 + r < tile.rows)
                 *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + tile.offset(p, row0 + r) + c * 8) =
-                    *reinterpret_cast<const uint4*>(shared + (q - base) + chunk(r, c));
+                    *reinterpret_cast<const uint4*>(shared + (q - base) + tile_chunk<D>(r, c));
         }
     }
 };
