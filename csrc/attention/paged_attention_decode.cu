@@ -144,7 +144,10 @@ struct Decode {
           k_map(map_of_k),
           v_map(map_of_v),
           keys(memory, memory + kBarriers) {
-        if constexpr (kBulk) __syncthreads();
+        if constexpr (kBulk) {
+            if (threadIdx.x == 0) prefetch_map(k_map), prefetch_map(v_map);
+            __syncthreads();
+        }
     }
 
     __device__ void issue(int e) { keys.issue(p, k_map, v_map, e); }

@@ -50,7 +50,7 @@ struct Prefill {
         const int64_t head_offset = (static_cast<int64_t>(tile.kv_head) << p.page_shift) * D;
         k = static_cast<const T*>(p.k_pool) + head_offset;
         v = static_cast<const T*>(p.v_pool) + head_offset;
-        table = p.tables + static_cast<int64_t>(p.slots[tile.sequence]) * p.table_width;
+        table = p.tables + static_cast<int64_t>(tile.slot) * p.table_width;
         const Span low = tile.sees(p, tile.first_row / p.group);
         const Span high = tile.sees(p, (tile.first_row + tile.rows - 1) / p.group);
         first_key = low.first / kKeys * kKeys, end_key = high.last;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, D == 256 ? 1 : 2) paged_prefill
     grid_dependency_wait();
     grid_dependency_launch();
     const Tile tile = find_tile<Work::kRows>(p, blockIdx.x);
-    if (tile.sequence < 0) return;
+    if (tile.rows == 0) return;
     Work(p, tile, shared).run();
 }
 

@@ -65,7 +65,7 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
     // One warp: keeps the stages filled.
     __device__ void fetch(const CUtensorMap* k_map, const CUtensorMap* v_map) const {
         const int lane = threadIdx.x % kWarp;
-        const int* table = p.tables + static_cast<int64_t>(p.slots[tile.sequence]) * p.table_width;
+        const int* table = p.tables + static_cast<int64_t>(tile.slot) * p.table_width;
         const auto page_of = [&](int index) {
             const int at = first_key + index * kKeys + lane * kBoxRows;
             return lane < kBoxes && at < tile.tokens ? table[at >> p.page_shift] : -1;
@@ -221,9 +221,11 @@ __global__ void __launch_bounds__(PrefillHopper<T, D>::kThreads, 1)
     grid_dependency_wait();
     grid_dependency_launch();
     const Tile tile = find_tile<Cta::kRows>(p, blockIdx.x);
-    if (tile.sequence < 0) return;
+    if (tile.rows == 0) return;
     const Cta cta(p, tile, smem_address(shared));
     if (threadIdx.x == 0) {
+        prefetch_map(&k_map);
+        prefetch_map(&v_map);
         for (int stage = 0; stage < Cta::kStages; ++stage) {
             for (int v = 0; v < 2; ++v) {
                 init_barrier(cta.full(v, stage), 1);

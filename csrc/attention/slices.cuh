@@ -31,9 +31,9 @@ struct Span {
 
 // A tile of rows: of which slice, and where.
 struct Tile {
-    int sequence = -1, kv_head, first_row, rows;  // rows: those that exist, at most kRows
-    int first_query;                              // of the slice, in the batch
-    int position, tokens;                         // of the slice's first query; keys in the cache
+    int slot, kv_head, first_row, rows;  // rows: those that exist, at most kRows; 0: there is no such tile
+    int first_query;                     // of the slice, in the batch
+    int position, tokens;                // of the slice's first query; keys in the cache
 
     // The keys that query `i` of the slice sees.
     __device__ Span sees(const Slices& p, int i) const {
@@ -47,16 +47,16 @@ struct Tile {
     }
 };
 
-// Tile number `index`, counted slice by slice, in each head by head, the longest (last) rows first; sequence -1 if there are
+// Tile number `index`, counted slice by slice, in each head by head, the longest (last) rows first; one of no rows if there are
 // fewer. Every warp finds it for itself.
 template <int kRows>
 __device__ Tile find_tile(const Slices& p, int index) {
     const int lane = threadIdx.x % kWarp;
-    Tile tile{};
-    tile.sequence = -1;
     for (int base = 0; base < p.sequences; base += kWarp) {
         const int s = base + lane;
-        const int from = s < p.sequences ? p.cu_q[s] : 0, queries = s < p.sequences ? p.cu_q[s + 1] - from : 0;
+        const bool exists = s < p.sequences;
+        const int from = exists ? p.cu_q[s] : 0, queries = exists ? p.cu_q[s + 1] - from : 0;
+        const int length = exists ? p.kv_len[s] : 0, slot = exists ? p.slots[s] : 0;
         const int tiles = (queries * p.group + kRows - 1) / kRows, count = tiles * p.kv_heads;
         int upto = count;
 #pragma unroll
@@ -67,22 +67,21 @@ __device__ Tile find_tile(const Slices& p, int index) {
         const unsigned beyond = __ballot_sync(0xffffffffu, upto > index);
         if (beyond != 0) {
             const int source = __ffs(static_cast<int>(beyond)) - 1;
-            const int inside = index - __shfl_sync(0xffffffffu, upto - count, source);
-            const int per_head = __shfl_sync(0xffffffffu, tiles, source);
-            const int rows = __shfl_sync(0xffffffffu, queries, source) * p.group;
-            tile.sequence = base + source;
+            const auto of = [&](int x) { return __shfl_sync(0xffffffffu, x, source); };
+            const int inside = index - of(upto - count), per_head = of(tiles), slice_queries = of(queries);
+            Tile tile;
+            tile.slot = of(slot);
             tile.kv_head = inside / per_head;
             tile.first_row = (per_head - 1 - inside % per_head) * kRows;
-            tile.rows = min(rows - tile.first_row, kRows);
-            tile.first_query = __shfl_sync(0xffffffffu, from, source);
-            const int length = p.kv_len[tile.sequence];
-            tile.position = length - rows / p.group;
-            tile.tokens = min(max(length, 0), p.table_width << p.page_shift);
+            tile.rows = min(slice_queries * p.group - tile.first_row, kRows);
+            tile.first_query = of(from);
+            tile.position = of(length) - slice_queries;
+            tile.tokens = min(max(of(length), 0), p.table_width << p.page_shift);
             return tile;
         }
         index -= __shfl_sync(0xffffffffu, upto, kWarp - 1);
     }
-    return tile;
+    return Tile{};
 }
 
 // Tiles there can be at most.
