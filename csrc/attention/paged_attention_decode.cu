@@ -408,12 +408,12 @@ struct Decode {
     }
 };
 
-template <typename T, int D, int kBlocks, int kRing, bool kBulk, bool kCluster, int kPerSm>
+template <typename T, int D, int kBlocks, int kRing, bool kCluster, int kPerSm>
 __global__ void __launch_bounds__(kThreads, kPerSm)
     paged_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap k_map,
                         const __grid_constant__ CUtensorMap v_map) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    Decode<T, D, kBlocks, kRing, kBulk> work(p, &k_map, &v_map, shared);
+    Decode<T, D, kBlocks, kRing, kCluster> work(p, &k_map, &v_map, shared);
     const Rows rows(p);
     const int items = rows.count() * p.kv_heads;
     const bool team = kCluster && items < kTeamBelow;
@@ -465,10 +465,10 @@ struct Pools {
     CUtensorMap k{}, v{};
 };
 
-template <typename T, int D, int kBlocks, int kRing, bool kBulk, bool kCluster, int kPerSm>
+template <typename T, int D, int kBlocks, int kRing, bool kCluster, int kPerSm>
 int launch(const Params& p, const Pools& pools, const Device& device, cudaStream_t stream) {
-    const auto kernel = paged_decode_kernel<T, D, kBlocks, kRing, kBulk, kCluster, kPerSm>;
-    constexpr int kBytes = Decode<T, D, kBlocks, kRing, kBulk>::kBytes;
+    const auto kernel = paged_decode_kernel<T, D, kBlocks, kRing, kCluster, kPerSm>;
+    constexpr int kBytes = Decode<T, D, kBlocks, kRing, kCluster>::kBytes;
     static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (allowed != cudaSuccess) return static_cast<int>(allowed);
     const int64_t most = (static_cast<int64_t>(p.table_width << p.page_shift) + kSplit * kSplits - 1) / (kSplit * kSplits);
@@ -480,19 +480,21 @@ int launch(const Params& p, const Pools& pools, const Device& device, cudaStream
                               p, pools.k, pools.v);
 }
 
-// Two CTAs of 256 dims fill a multiprocessor's shared memory: one's loads cover the other's start and end, and clusters of 8 find
-// room (at one a multiprocessor not all of 16 would: some of the chip's clusters of multiprocessors have fewer than 16).
+// Few rows: clusters and the copy engine, two CTAs a multiprocessor, or not all 16 clusters that one long row needs find room
+// (some of the chip's groups of multiprocessors have fewer than 16). Many rows: single CTAs and cp.async, which may drift apart
+// (128 x 1024 keys: 67 us, with the copy engine 72; 1 x 32768: 31 and 23).
 template <typename T, int D, int kBlocks>
 int by_size(const Params& p, int64_t pool_rows, const Device& device, cudaStream_t stream) {
     constexpr int kPerSm = D == 64 ? 4 - kBlocks / 2 : 2, kRing = D == 256 ? 3 : 6;
     constexpr bool kBf16 = std::is_same_v<T, bf16>;
     Pools pools;
-    if (device.major < 9 || device.shared < 200 * 1024 || !pool_map(pools.k, p.k_pool, pool_rows, D, kBf16) ||
-        !pool_map(pools.v, p.v_pool, pool_rows, D, kBf16))
-        return launch<T, D, kBlocks, D == 256 ? 2 : 6, false, false, D == 64 ? 3 : 1>(p, pools, device, stream);
-    if (static_cast<int64_t>(p.rows) * p.kv_heads < kTeamBelow)
-        return launch<T, D, kBlocks, kRing, true, true, 2>(p, pools, device, stream);
-    return launch<T, D, kBlocks, kRing, true, false, kPerSm>(p, pools, device, stream);
+    if (device.major >= 9 && static_cast<int64_t>(p.rows) * p.kv_heads < kTeamBelow && device.shared >= 200 * 1024 &&
+        pool_map(pools.k, p.k_pool, pool_rows, D, kBf16) && pool_map(pools.v, p.v_pool, pool_rows, D, kBf16))
+        return launch<T, D, kBlocks, kRing, true, 2>(p, pools, device, stream);
+    if constexpr (D == 256) {
+        if (device.shared < 110 * 1024) return launch<T, D, kBlocks, 2, false, 1>(p, pools, device, stream);
+    }
+    return launch<T, D, kBlocks, kRing, false, kPerSm>(p, pools, device, stream);
 }
 
 template <typename T>
