@@ -26,7 +26,7 @@ LIBRARY = Path("sparkrt", "_lib", "libsparkrt_kernels.so")
 BINDING = Path("sparkrt", f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
 DEFAULT_ARCH = "90a"
 
-FLAGS = "-std=c++17 -O3 -lineinfo -Xptxas -v --Werror all-warnings -Xcompiler -fPIC,-Wall,-Werror"
+FLAGS = "-std=c++17 -O3 -lineinfo -Xfatbin=-compress-all -Xptxas -v --Werror all-warnings -Xcompiler -fPIC,-Wall,-Werror"
 BINDING_FLAGS = "-std=c++17 -O2 -shared -cudart none -Xcompiler -fPIC,-Wall,-Werror,-fvisibility=hidden"
 # cudart is linked in and kept to ourselves: another copy in the process (CuPy's, a framework's) must not stand in for it
 LINK_FLAGS = "-shared -cudart static -Xcompiler -static-libstdc++,-static-libgcc -Xlinker --exclude-libs,ALL,-z,defs"
