@@ -1,9 +1,9 @@
 // LOGPROBS: log-softmax of the raw logits at chosen tokens, their rank, and the K best.
 //
-// A cluster of eight CTAs a row, the row in shared memory where it fits (31,040 floats a CTA at 248,320 ids). Maximum, then the
-// sum of weights with both counts of the rank, then a selection of the K best, which one CTA puts in order. NaN counts as -inf;
-// beside +inf nothing else has a chance; of a row that is -inf everywhere, every log-probability is -inf.
-#include "sampling/row.cuh"
+// A cluster of eight CTAs a row, the row in shared memory where it fits (31,040 floats a CTA at 248,320 ids). Maximum; then, in
+// one pass, the sum of weights, the count of those ahead and the histogram that finds the K best (select.cuh). NaN counts as
+// -inf; beside +inf nothing else has a chance; of a row that is -inf everywhere, every log-probability is -inf.
+#include "sampling/select.cuh"
 
 namespace {
 
@@ -21,21 +21,15 @@ struct Params {
     int vocab, valid, best;  // ids from `valid` on are never named, but their weight counts in the sum
 };
 
-struct Found {
-    uint64_t list[kMaxBest];
-    int count;
-};
-
 template <int kCluster, bool kResident>
 __global__ void __launch_bounds__(kRowThreads, 1) logprobs_kernel(const Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto* shared = reinterpret_cast<RowShared*>(memory);
-    auto* found = reinterpret_cast<Found*>(shared + 1);
-    auto* held = reinterpret_cast<float*>(found + 1);
+    auto* selecting = reinterpret_cast<SelectShared*>(shared + 1);
+    auto* held = reinterpret_cast<float*>(selecting + 1);
     Row<kCluster> row(shared, p.vocab);
     const int64_t r = row.index();
     const float* logits = p.logits + r * p.stride;
-    if (threadIdx.x == 0) found->count = 0;
     grid_dependency_wait();
     grid_dependency_launch();
 
@@ -48,21 +42,26 @@ __global__ void __launch_bounds__(kRowThreads, 1) logprobs_kernel(const Params p
     });
     float top = composite_value(row.max(best));
     const bool infinite = top == INFINITY;
-    const auto value = [&](int id) {
-        const float z = kResident ? held[id - row.lo] : settled(__ldg(logits + id));
-        return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z;
+    const auto seen = [&](float z) { return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z; };
+    const auto each = [&](auto body) {
+        if constexpr (kResident)
+            for_held(row, held, [&](int id, float z) { body(id, seen(z)); });
+        else
+            for_logits(row, logits, [&](int id, float z) { body(id, seen(settled(z))); });
     };
-    const auto named = [&](int id) { return id < p.valid ? value(id) : -INFINITY; };
     if (infinite) top = 0.f;
 
     const int token = min(max(p.tokens[r], 0), p.valid - 1);
-    const float raw = settled(__ldg(logits + token)), own = infinite ? (raw == INFINITY ? 0.f : -INFINITY) : raw;
+    const float own = seen(settled(__ldg(logits + token)));
+    Select<kCluster> select(row, selecting, top, kCoarseBins);
+    select.open();
     uint64_t total = 0, ahead = 0;
-    for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-        const float z = value(id);
+    each([&](int id, float z) {
         if (top != -INFINITY) total += fixed(expf(z - top));
-        ahead += id < p.valid && (z > own || (z == own && id < token));
-    }
+        if (id >= p.valid) return;
+        ahead += z > own || (z == own && id < token);
+        select.add_coarse(z, 1);
+    });
     row.sum(total, ahead);
     const double normalizer = top == -INFINITY ? 0.0 : static_cast<double>(top) + log(static_cast<double>(total) / kOne);
     if (row.rank == 0 && threadIdx.x == 0) {
@@ -71,30 +70,13 @@ __global__ void __launch_bounds__(kRowThreads, 1) logprobs_kernel(const Params p
     }
     if (p.best > 0) {
         uint64_t kept = 0;
-        const Boundary end =
-            select(row, top, kCoarseBins, static_cast<uint64_t>(p.best), named, [](float) { return uint64_t(1); }, kept);
-        for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-            const float z = named(id);
-            if (id < p.valid && end.keeps(z, id)) found->list[atomicAdd(&found->count, 1)] = composite(z, id);
-        }
-        row.sync();
-        if (row.rank == 0) {  // everybody's finds, side by side in the histogram's memory, then each at its place
-            auto* all = reinterpret_cast<uint64_t*>(shared->low);
-            int at = 0;
-            for (int other = 0; other < kCluster; ++other) {
-                const Found* theirs = row.of(found, other);
-                const int n = theirs->count;
-                for (int i = threadIdx.x; i < n; i += kRowThreads) all[at + i] = theirs->list[i];
-                at += n;
-            }
-            __syncthreads();
-            for (int i = threadIdx.x; i < p.best; i += kRowThreads) {
-                const uint64_t mine = all[i];
-                int place = 0;
-                for (int j = 0; j < p.best; ++j) place += all[j] > mine;
-                p.top_ids[r * p.best + place] = composite_id(mine);
-                p.top_logprobs[r * p.best + place] = static_cast<float>(static_cast<double>(composite_value(mine)) - normalizer);
-            }
+        const auto named = [&](auto body) { each([&](int id, float z) { id < p.valid ? body(id, z) : void(); }); };
+        const Boundary end = select.finish(p.best, true, named, [](float) { return uint64_t(1); }, kept);
+        if (!select.listed) select.collect(named, [&](int id, float z) { return end.keeps(z, id); });
+        if (row.rank == 0 && threadIdx.x < p.best) {
+            const uint64_t c = selecting->sorted[threadIdx.x];
+            p.top_ids[r * p.best + threadIdx.x] = composite_id(c);
+            p.top_logprobs[r * p.best + threadIdx.x] = static_cast<float>(static_cast<double>(composite_value(c)) - normalizer);
         }
     }
     row.sync();  // shared memory outlives those who read it
@@ -118,7 +100,7 @@ SPARK_LAUNCHER(spark_logprobs) {
     const Params p{a.ptr<float>(0), a.ptr<int>(1), a.ptr<int>(2), a.ptr<float>(3),         a.ptr<float>(4),
                    a.ptr<int>(5),   a.dim(4, 1),   vocab,         static_cast<int>(valid), static_cast<int>(best)};
     const spark::RowDevice device = spark::row_device();
-    const size_t fixed = sizeof(spark::RowShared) + sizeof(Found);
+    const size_t fixed = sizeof(spark::RowShared) + sizeof(spark::SelectShared);
     const auto launch = [&](auto resident, auto plain, int cluster, int chunk) {
         const size_t whole = fixed + static_cast<size_t>(chunk) * sizeof(float);
         const bool fits = whole <= static_cast<size_t>(device.shared);

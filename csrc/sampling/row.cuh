@@ -1,11 +1,9 @@
-// A row of logits spread over the CTAs of a cluster: exchange between them, exact sums, and selection without a sort.
+// A row of logits spread over the CTAs of a cluster: order of logits, exact weights, and exchange between the CTAs.
 //
 // A CTA owns a run of ids. Weights are exp((z - top) / temperature) as integers of 2^-44: their sums are the same in any order,
-// so a row's token depends on nothing but the row. Selection is a radix search over (z descending, id ascending): a coarse digit
-// that spreads likely values over the bins, three digits of z's bits, and two of the id where equals must be told apart. Each
-// level is a histogram in shared memory, added up over the cluster.
+// so a row's token depends on nothing but the row.
 //
-// defines: spark::Row, ordered, composite, weight, Boundary, select, launch_row_kernel
+// defines: spark::Row, ordered, composite, fixed, for_logits, for_held, launch_row_kernel
 #pragma once
 
 #include <cooperative_groups.h>
@@ -20,11 +18,9 @@ namespace spark {
 
 constexpr int kRowThreads = 512;
 constexpr int kRowWarps = kRowThreads / kWarp;
-constexpr int kBins = 2048;
 constexpr int kClusterSize = 8;           // what every device with clusters can schedule
 constexpr int64_t kMaxVocab = 1 << 19;    // so that 2^44 times as many fits 64 bits
 constexpr float kOne = 17592186044416.f;  // 2^44
-constexpr float kCoarseBins = 64.f;       // bins per unit of (top - z) / temperature
 
 // Bits of a float whose unsigned order is the float's order; -0 counts as 0 (callers add 0.f).
 __device__ __forceinline__ uint32_t ordered(float z) {
@@ -64,15 +60,10 @@ __device__ __forceinline__ uint64_t warp_scan_u64(uint64_t x) {  // inclusive
     return x;
 }
 
-// Shared memory of a row kernel; the ids' values may follow it.
+// Shared memory of a row kernel.
 struct RowShared {
-    alignas(16) uint32_t low[2][kBins];  // histograms, twice: a level may not clear what another CTA still reads
-    alignas(16) uint32_t high[2][kBins];
     uint64_t warp[kRowWarps];
     uint64_t exchange[16][2];  // what this CTA tells the others, each entry once
-    uint64_t found_before;
-    uint32_t found_bin;
-    uint64_t found_measure;
 };
 
 // The CTA's place in its row. kCluster 1 is for devices without clusters.
@@ -80,7 +71,7 @@ template <int kCluster>
 struct Row {
     RowShared* shared;
     int rank, lo, hi, valid;  // ids [lo, hi) of [0, valid)
-    int exchanges = 0, levels = 0;
+    int exchanges = 0;
 
     __device__ Row(RowShared* memory, int valid_vocab) : shared(memory), valid(valid_vocab) {
         rank = static_cast<int>(blockIdx.x) % kCluster;
@@ -158,120 +149,21 @@ struct Row {
         return total;
     }
 
-    // Histogram level: body(add) calls add(bin, measure) for this thread's elements. Finds the first bin whose running total
-    // reaches `target`; leaves its number, the total in front of it and its own in found_*, valid until the next level. Where
-    // none does, the last bin.
-    template <typename Body>
-    __device__ void level(uint64_t target, Body body) {
-        uint32_t *low = shared->low[levels % 2], *high = shared->high[levels % 2];
-        ++levels;
-        for (int b = threadIdx.x; b < kBins; b += kRowThreads) low[b] = high[b] = 0;
-        __syncthreads();
-        body([&](int bin, uint64_t measure) {
-            const auto part = static_cast<uint32_t>(measure);
-            const uint32_t before = atomicAdd(&low[bin], part), carry = before + part < before ? 1u : 0u;
-            const uint32_t upper = static_cast<uint32_t>(measure >> 32) + carry;
-            if (upper) atomicAdd(&high[bin], upper);
-        });
-        sync();
-        constexpr int kEach = kBins / kRowThreads;
-        static_assert(kEach == 4, "a thread reads its bins as one vector");
-        uint64_t bins[kEach] = {};
-        for (int r = 0; r < kCluster; ++r) {
-            const uint4 l = reinterpret_cast<const uint4*>(of(low, r))[threadIdx.x];
-            const uint4 h = reinterpret_cast<const uint4*>(of(high, r))[threadIdx.x];
-            bins[0] += l.x + (static_cast<uint64_t>(h.x) << 32), bins[1] += l.y + (static_cast<uint64_t>(h.y) << 32);
-            bins[2] += l.z + (static_cast<uint64_t>(h.z) << 32), bins[3] += l.w + (static_cast<uint64_t>(h.w) << 32);
-        }
-        const uint64_t own = bins[0] + bins[1] + bins[2] + bins[3], through = warp_scan_u64(own);
+    // The sum of the threads before this one, and of all the CTA's.
+    __device__ uint64_t scan(uint64_t own, uint64_t& total) const {
+        const uint64_t through = warp_scan_u64(own);
         __syncthreads();
         if (threadIdx.x % kWarp == kWarp - 1) shared->warp[threadIdx.x / kWarp] = through;
         __syncthreads();
-        uint64_t front = through - own, total = 0;
+        uint64_t front = through - own;
+        total = 0;
         for (int w = 0; w < kRowWarps; ++w) {
             if (w < static_cast<int>(threadIdx.x / kWarp)) front += shared->warp[w];
             total += shared->warp[w];
         }
-        if (threadIdx.x == 0 && total < target)
-            shared->found_bin = kBins - 1, shared->found_before = total, shared->found_measure = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (front < target && front + bins[i] >= target)
-                shared->found_bin = threadIdx.x * kEach + i, shared->found_before = front, shared->found_measure = bins[i];
-            front += bins[i];
-        }
-        __syncthreads();
+        return front;
     }
 };
-
-// The end of a prefix in (z descending, id ascending) order.
-struct Boundary {
-    uint32_t key = 0, last_id = 0xffffffffu;  // of the default, everything is kept: no settled value has key 0
-    __device__ __forceinline__ bool keeps(float z, int id) const {
-        const uint32_t k = ordered(z);
-        return k > key || (k == key && static_cast<uint32_t>(id) <= last_id);
-    }
-};
-
-// The shortest prefix whose measure reaches `target` (at least 1, at most the row's total). value(id) is the id's logit,
-// measure(z) its part; both are pure. `kept` receives the prefix's measure.
-template <int kCluster, typename Value, typename Measure>
-__device__ Boundary select(Row<kCluster>& row, float top, float scale, uint64_t target, Value value, Measure measure,
-                           uint64_t& kept) {
-    const auto coarse = [&](float z) { return min(static_cast<int>((top - z) * scale), kBins - 1); };
-    uint64_t before = 0;
-    uint32_t prefix = 0;
-    int bin0 = 0;
-    // the last bin, where most of a long tail may lie, is found by elimination
-    row.level(target, [&](auto add) {
-        for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-            const float z = value(id);
-            const int bin = coarse(z);
-            const uint64_t m = bin < kBins - 1 ? measure(z) : 0;
-            if (m) add(bin, m);
-        }
-    });
-    bin0 = static_cast<int>(row.shared->found_bin);
-    before += row.shared->found_before;
-#pragma unroll 1
-    for (int step = 0; step < 3; ++step) {
-        const int shift = step == 0 ? 21 : step == 1 ? 10 : 0, width = step == 2 ? 10 : 11;
-        row.level(target - before, [&](auto add) {
-            for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-                const float z = value(id);
-                const uint32_t key = ordered(z);
-                if (coarse(z) != bin0 || (step > 0 && key >> (shift + width) != prefix)) continue;
-                const uint64_t m = measure(z);
-                const int digit = (1 << width) - 1 - static_cast<int>(key >> shift & ((1u << width) - 1));  // the best first
-                if (m) add(digit, m);
-            }
-        });
-        prefix = prefix << width | ((1u << width) - 1 - row.shared->found_bin);
-        before += row.shared->found_before;
-    }
-    Boundary end;
-    end.key = prefix;
-    const uint64_t each = measure(unordered(prefix)), equals = row.shared->found_measure / each;
-    const uint64_t wanted = (target - before + each - 1) / each;
-    kept = before + wanted * each;
-    if (wanted < equals) {  // of equals, the lowest ids
-        uint64_t left = wanted;
-        uint32_t upper = 0;
-#pragma unroll 1
-        for (int step = 0; step < 2; ++step) {
-            row.level(left, [&](auto add) {
-                for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
-                    if (ordered(value(id)) != prefix || (step == 1 && static_cast<uint32_t>(id) >> 11 != upper)) continue;
-                    add(step == 0 ? id >> 11 : id & 2047, 1);
-                }
-            });
-            upper = upper << 11 | row.shared->found_bin;
-            left -= row.shared->found_before;
-        }
-        end.last_id = upper;
-    }
-    return end;
-}
 
 // body(id, logit) for this thread's ids of the CTA's run, four at a time where the row starts on a vector.
 template <int kCluster, typename Body>
@@ -296,6 +188,19 @@ __device__ __forceinline__ void for_logits(const Row<kCluster>& row, const float
         from += packs * 4;
     }
     for (int id = from + threadIdx.x; id < row.hi; id += kRowThreads) body(id, __ldg(logits + id));
+}
+
+// body(id, z) for this thread's ids of a CTA's run that lies in shared memory from `held` on, four at a time.
+template <int kCluster, typename Body>
+__device__ __forceinline__ void for_held(const Row<kCluster>& row, const float* held, Body body) {
+    const int packs = (row.hi - row.lo) / 4;
+#pragma unroll 2
+    for (int pack = threadIdx.x; pack < packs; pack += kRowThreads) {
+        const float4 z = reinterpret_cast<const float4*>(held)[pack];
+        const int id = row.lo + 4 * pack;
+        body(id, z.x), body(id + 1, z.y), body(id + 2, z.z), body(id + 3, z.w);
+    }
+    for (int id = row.lo + 4 * packs + threadIdx.x; id < row.hi; id += kRowThreads) body(id, held[id - row.lo]);
 }
 
 // What the device can do for a row: CTAs of a cluster, and shared memory a CTA may have.

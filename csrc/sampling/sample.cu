@@ -2,10 +2,12 @@
 //
 // A cluster of eight CTAs a row. The edited row (allowed set, stop ban, biases, penalties) stays in shared memory, 31,040 floats
 // a CTA at 248,320 ids, so logits and counts are read once: 2 MB a row, 60 us for 128 rows at 4.29 TB/s. Where shared memory does
-// not hold it (devices without clusters) every pass edits the row anew. Top-k and top-p are selections, not sorts (row.cuh); the
-// draw walks through integer weights in id order. A row's result depends on the row alone, bit for bit.
+// not hold it (devices without clusters) every pass edits the row anew. Top-k and top-p are selections, not sorts (select.cuh);
+// the draw walks through integer weights in id order. A row's result depends on the row alone, bit for bit.
+#include <cfloat>
+
 #include "sampling/philox.cuh"
-#include "sampling/row.cuh"
+#include "sampling/select.cuh"
 
 namespace {
 
@@ -81,16 +83,23 @@ __device__ Edits edits_of(const Params& p, int64_t r, const float* f, const int*
 // The edited row in shared memory; returns this thread's best.
 template <int kCluster>
 __device__ uint64_t edit(const Row<kCluster>& row, const Edits& e, float* held) {
-    for_logits(row, e.logits, [&](int id, float raw) { held[id - row.lo] = e.base(id, raw); });
-    const auto mine = [&](int id) { return id >= row.lo && id < row.hi; };
+    uint64_t best = 0;
+    for_logits(row, e.logits, [&](int id, float raw) {
+        const float z = e.base(id, raw);
+        held[id - row.lo] = z;
+        const uint64_t c = composite(z, id);
+        best = best > c ? best : c;
+    });
     __syncthreads();
+    if (e.counts == nullptr && e.stop == e.stop_end && e.bias == e.bias_end) return best;
+    const auto mine = [&](int id) { return id >= row.lo && id < row.hi; };
     for (const int* s = e.stop + threadIdx.x; s < e.stop_end; s += kRowThreads)
         if (mine(*s)) held[*s - row.lo] = -INFINITY;
     __syncthreads();
     for (const int* b = e.bias + threadIdx.x; b < e.bias_end; b += kRowThreads)
         if (mine(*b)) held[*b - row.lo] += e.bias_values[b - e.bias];
     __syncthreads();
-    uint64_t best = 0;
+    best = 0;
     for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) {
         const float z = e.penalized(id, held[id - row.lo]);
         held[id - row.lo] = z;
@@ -111,28 +120,35 @@ __device__ int best_raw(Row<kCluster>& row, const float* logits) {
     return composite_id(row.max(best));
 }
 
-// The id at which the running sum of kept weights, in id order, passes `target`; on one thread of the cluster, -1 on the others.
+// The id at which the running sum of weights, in id order, passes the part of their total that 53 random bits name; on one thread
+// of the cluster, -1 on the others.
 template <int kCluster, typename Weight>
-__device__ int walk(Row<kCluster>& row, uint64_t target, Weight weight) {
+__device__ int draw(Row<kCluster>& row, uint64_t bits, Weight weight) {
     RowShared* shared = row.shared;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int segment = ((row.hi - row.lo + kRowWarps - 1) / kRowWarps + kWarp - 1) / kWarp * kWarp;
     const int first = min(row.lo + warp * segment, row.hi), last = min(first + segment, row.hi);
     uint64_t own = 0;
+#pragma unroll 4
     for (int id = first + lane; id < last; id += kWarp) own += weight(id);
     own = warp_sum_u64(own);
     __syncthreads();
     if (lane == 0) shared->warp[warp] = own;
     __syncthreads();
-    uint64_t total = 0, before = 0;
+    uint64_t here = 0, before = 0, total = 0;
     for (int w = 0; w < kRowWarps; ++w) {
         if (w < warp) before += shared->warp[w];
-        total += shared->warp[w];
+        here += shared->warp[w];
     }
     uint64_t* mine = shared->exchange[row.exchanges++];
-    if (threadIdx.x == 0) mine[0] = total;
+    if (threadIdx.x == 0) mine[0] = here;
     row.sync();
-    for (int other = 0; other < row.rank; ++other) before += row.of(mine, other)[0];
+    for (int other = 0; other < kCluster; ++other) {
+        const uint64_t theirs = row.of(mine, other)[0];
+        if (other < row.rank) before += theirs;
+        total += theirs;
+    }
+    const uint64_t target = __umul64hi(bits << 11, total);
     if (target < before || target >= before + own) return -1;
     for (int id = first + lane; id - lane < last; id += kWarp) {
         const uint64_t w = id < last ? weight(id) : 0, through = before + warp_scan_u64(w);
@@ -147,7 +163,8 @@ template <int kCluster, bool kResident>
 __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto* shared = reinterpret_cast<RowShared*>(memory);
-    auto* held = reinterpret_cast<float*>(shared + 1);
+    auto* selecting = reinterpret_cast<SelectShared*>(shared + 1);
+    auto* held = reinterpret_cast<float*>(selecting + 1);
     Row<kCluster> row(shared, p.valid);
     const int64_t r = row.index();
     grid_dependency_wait();
@@ -180,38 +197,55 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const Params p) 
         if (row.rank == 0 && threadIdx.x == 0) token = composite_id(best);
     } else {
         if (infinite) top = 0.f;
-        const auto value = [&](int id) {
-            float z;
+        const auto seen = [&](float z) { return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z; };
+        const auto value = [&](int id) { return seen(kResident ? held[id - row.lo] : e(id)); };
+        const auto each = [&](auto body) {
             if constexpr (kResident)
-                z = held[id - row.lo];
+                for_held(row, held, [&](int id, float z) { body(id, seen(z)); });
             else
-                z = e(id);
-            return infinite ? (z == INFINITY ? 0.f : -INFINITY) : z;
+                for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) body(id, value(id));
         };
+        const float inverse = fminf(1.f / temperature, FLT_MAX);  // of the best, 0 * inf would be NaN
         const auto weight = [&](float z) {
-            const float w = expf((z - top) / temperature);
+            const float w = expf((z - top) * inverse);
             return w < min_p ? uint64_t(0) : fixed(w);
         };
+        const auto nucleus = [&](uint64_t total) {
+            const auto mass = static_cast<uint64_t>(ceil(static_cast<double>(top_p) * static_cast<double>(total)));
+            const uint64_t least = mass > 0 ? mass : 1;
+            return least < total ? least : total;
+        };
         Boundary end;
-        uint64_t total = 0;
-        if (i[kTopK] > 0 && i[kTopK] < p.valid)
-            end = select(row, top, kCoarseBins, static_cast<uint64_t>(i[kTopK]), value, [](float) { return uint64_t(1); }, total);
-        const auto kept = [&](int id) {
+        uint64_t total = 0, unused = 0;
+        bool listed = false;
+        const int best_k = i[kTopK];
+        const bool limited = best_k > 0 && best_k < p.valid;
+        if (limited) {
+            Select<kCluster> select(row, selecting, top, kCoarseBins);
+            select.open();
+            each([&](int, float z) { select.add_coarse(z, 1); });
+            row.sync();
+            end = select.finish(best_k, true, each, [](float) { return uint64_t(1); }, unused);
+            listed = select.listed;
+            if (listed && top_p < 1.f) end = select.cut(best_k, nucleus(select.measure_of(best_k, weight)), weight, unused);
+        }
+        if (top_p < 1.f && !listed) {
+            Select<kCluster> select(row, selecting, top, kCoarseBins * inverse);
+            select.open();
+            each([&](int id, float z) {
+                const uint64_t w = weight(z);
+                if (end.keeps(z, id)) total += w;
+                select.add_coarse(z, w);
+            });
+            row.sum(total, unused);
+            end = select.finish(nucleus(total), false, each, weight, unused);
+        }
+        const uint64_t bits =
+            philox_bits(static_cast<uint32_t>(i[kSeedLo]), static_cast<uint32_t>(i[kSeedHi]), static_cast<uint32_t>(i[kStep]));
+        token = draw(row, bits, [&](int id) {
             const float z = value(id);
             return end.keeps(z, id) ? weight(z) : uint64_t(0);
-        };
-        total = 0;
-        for (int id = row.lo + threadIdx.x; id < row.hi; id += kRowThreads) total += kept(id);
-        uint64_t unused = 0;
-        row.sum(total, unused);
-        if (top_p < 1.f) {
-            const auto mass = static_cast<uint64_t>(ceil(static_cast<double>(top_p) * static_cast<double>(total)));
-            const uint64_t least = mass > 0 ? mass : 1, target = least < total ? least : total;
-            end = select(row, top, kCoarseBins / temperature, target, value, weight, total);
-        }
-        const uint64_t draw =
-            philox_bits(static_cast<uint32_t>(i[kSeedLo]), static_cast<uint32_t>(i[kSeedHi]), static_cast<uint32_t>(i[kStep]));
-        token = walk(row, __umul64hi(draw << 11, total), kept);
+        });
     }
     if (token >= 0) {
         p.tokens[r] = token;
@@ -254,10 +288,10 @@ SPARK_LAUNCHER(spark_sample) {
     if (a.given(12)) p.allowed_stride = a.dim(12, 1), p.allowed_rows = static_cast<int>(a.dim(12, 0));
     const spark::RowDevice device = spark::row_device();
     const auto launch = [&](auto resident, auto plain, int cluster, int chunk) {
-        const size_t whole = sizeof(spark::RowShared) + static_cast<size_t>(chunk) * sizeof(float);
+        constexpr size_t kFixed = sizeof(spark::RowShared) + sizeof(spark::SelectShared);
+        const size_t whole = kFixed + static_cast<size_t>(chunk) * sizeof(float);
         const bool fits = whole <= static_cast<size_t>(device.shared);
-        return spark::launch_row_kernel(fits ? resident : plain, cluster, rows, fits ? whole : sizeof(spark::RowShared), stream,
-                                        p);
+        return spark::launch_row_kernel(fits ? resident : plain, cluster, rows, fits ? whole : kFixed, stream, p);
     };
     constexpr int c = spark::kClusterSize;
     if (device.cluster == 1) return launch(sample_kernel<1, true>, sample_kernel<1, false>, 1, spark::Row<1>::chunk_of(p.valid));

@@ -63,7 +63,9 @@ def sample(
     Bias and stop lists are by row; a row's bias ids are distinct, ids from valid_vocab on do nothing.
     parity: R=1 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190; R=40 V=200 valid_vocab=190 top_k=7;
     R=40 V=200 valid_vocab=190 top_p=0.8; R=40 V=200 valid_vocab=190 top_k=20 top_p=0.9 min_p=0.02;
-    R=40 V=200 valid_vocab=190 penalties; R=40 V=200 valid_vocab=190 restrictions
+    R=40 V=200 valid_vocab=190 penalties; R=40 V=200 valid_vocab=190 restrictions;
+    R=4 V=12000 valid_vocab=11990 ties top_p=0.5; R=4 V=12000 valid_vocab=11990 ties top_k=6000 top_p=0.9;
+    R=4 V=70000 valid_vocab=69990 top_k=20 top_p=0.8; R=4 V=70000 valid_vocab=69990 top_p=0.95
     bench: R=1 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144; R=16 V=6144 valid_vocab=6144 top_k=20 top_p=0.8;
     R=16 V=248320 valid_vocab=248077 top_p=0.95
     """
@@ -169,7 +171,8 @@ def logprobs(
     chosen f32 [R], rank i32 [R], top_ids i32 [R, K], top_logprobs f32 [R, K] ← logits f32 [R, V], tokens i32 [R], valid_vocab
     Ids from valid_vocab on are never named (-inf as a token), but their weight counts in the sum, as in the reference
     implementation's softmax; K ≤ valid_vocab. Equals rank by id, so a token of rank r ≤ K is top_ids[r - 1].
-    parity: R=1 V=64 valid_vocab=64 K=5; R=33 V=200 valid_vocab=190 K=20; R=4 V=64 valid_vocab=60 K=0
+    parity: R=1 V=64 valid_vocab=64 K=5; R=33 V=200 valid_vocab=190 K=20; R=4 V=64 valid_vocab=60 K=0;
+    R=3 V=12000 valid_vocab=11990 K=20 ties; R=3 V=70000 valid_vocab=69990 K=20
     bench: R=16 V=6144 valid_vocab=6144 K=20
     """
     k = top_ids.shape[1]
