@@ -21,6 +21,7 @@ from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler, Slice
 from sparkrt.errors import EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
 from sparkrt.model.model import Model
+from sparkrt.text.grammar import Grammars, Matcher
 
 log = logging.getLogger("sparkrt.engine")
 _SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in SamplerParams.__dataclass_fields__)
@@ -29,8 +30,15 @@ _SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in Sample
 class EngineCore:
     """Continuous batching over one model; not thread-safe. A request at fault in a step ends with "error", nobody else."""
 
-    def __init__(self, model: Model, config: EngineConfig, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        on_close: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
+    ) -> None:
         """`config` is resolved. `on_close` runs after the model was closed: the backend's end."""
+        self.grammars = grammars
         o = model.options
         limits = Limits(o.max_num_seqs, model.num_blocks, o.page_size, o.max_num_batched_tokens, o.prompt_logit_rows)
         self.model, self.config, self.scheduler = model, config, Scheduler(limits)
@@ -55,12 +63,21 @@ class EngineCore:
         if len(ids) + request.max_tokens > context:
             text = f"prompt ({len(ids)} tokens) + max_tokens ({request.max_tokens}) exceed the context of {context}"
             raise RequestError(text, param="max_tokens", code="context_length_exceeded")
-        job = Job(request, self._outbox)
+        job = self._job(request, self._outbox)
         if request.max_tokens == 0 and not job.scored:  # nothing is asked of the model
             self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason="length"))
             return
         self.scheduler.add(job)
         self._requests[job.request_id] = job
+
+    def _job(self, request: EngineRequest, outbox: list[EngineOutput]) -> Job:
+        job = Job(request, outbox)
+        if request.grammar is not None:
+            grammar, param = request.grammar
+            if self.grammars is None:
+                raise RequestError(f"{param}: this engine has no grammars", param=param)
+            job.matcher = self.grammars.compile(grammar, param)  # at hand, if somebody compiled it beforehand
+        return job
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Stop these requests now; unknown ids are ignored. Their "abort" outputs come with the next step."""
@@ -133,6 +150,7 @@ class EngineCore:
     def _start(self, job: Job) -> None:
         try:
             job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
+            _fill(job)
         except BaseException as error:
             self._fail([job], error)
 
@@ -171,7 +189,17 @@ class EngineCore:
             output.finish_reason, output.stop_token = "stop", token
         elif job.emitted == job.max_tokens:
             output.finish_reason = "length"
+        if job.matcher is not None and output.finish_reason is None:
+            self._match(job, job.matcher, token, output)
         self._tell(job, output)
+
+    def _match(self, job: Job, matcher: Matcher, token: int, output: EngineOutput) -> None:
+        """What may follow `token`, for the next step, which was not launched yet; the end where nothing may."""
+        matcher.advance(token)
+        if not matcher.stopped:
+            _fill(job)  # which may find that nothing can follow
+        if matcher.stopped:
+            output.finish_reason, output.error = ("error", matcher.error) if matcher.error else ("stop", None)
 
     def _tell(self, job: Job, output: EngineOutput) -> None:
         """After the last output, slot and blocks go back: now, or when the last step in flight is collected."""
@@ -186,6 +214,7 @@ class EngineCore:
         values: dict[str, Any] = {name: getattr(r, name) for name in _SAME} | {"stop_ids": tuple(r.stop_token_ids)}
         values["seed"] = self._seeds.getrandbits(64) if r.seed is None else r.seed
         values["logprobs"] = -1 if r.logprobs is None else r.logprobs
+        values["masked"] = r.grammar is not None
         values["allowed"] = None if r.allowed_token_ids is None else tuple(r.allowed_token_ids)
         return SamplerParams(**values, bias=(tuple(r.logit_bias), tuple(r.logit_bias.values())))
 
@@ -230,7 +259,7 @@ class EngineCore:
     def open_loop(self, requests: Iterable[EngineRequest], outbox: list[EngineOutput]) -> list[Job]:
         """Admit the rows of a decode loop past the queue. Raises CapacityError when there is no room for all of them now."""
         self._check_alive()
-        jobs = [Job(request, outbox) for request in requests]
+        jobs = [self._job(request, outbox) for request in requests]
         try:
             for job in jobs:
                 self.scheduler.claim(job)
@@ -282,6 +311,14 @@ class EngineCore:
             if self._fatal is None:
                 self.model.close()
             self._on_close()
+
+
+def _fill(job: Job) -> None:
+    """Write which tokens its grammar allows next."""
+    if job.matcher is not None:
+        assert job.seq is not None
+        assert job.seq.mask is not None
+        job.matcher.fill(job.seq.mask)
 
 
 def _targets(part: Slice) -> np.ndarray | None:

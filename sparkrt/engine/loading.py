@@ -26,8 +26,10 @@ from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.backend import MemoryInfo
 from sparkrt.runtime.dtypes import DType, by_name
 from sparkrt.runtime.machine import debug_enabled
+from sparkrt.text.grammar import Grammars
 from sparkrt.text.template import ChatTemplate
 from sparkrt.text.tokenizer import Tokenizer
+from sparkrt.text.tools import MARKS
 
 HOST_SHARE = 0.25  # of the memory the weights leave, for KV and state: a laptop has other things to do
 _DEFAULTS = {"host": (32, 512), "cuda": (256, 2048)}  # slots, tokens a step: 512 are a third of a second on two cores
@@ -86,7 +88,9 @@ def _build(
         lines=plan.lines + config.lines(),
         warnings=warnings + plan.warnings,
     )
-    return EngineCore(built, config, on_close=backend.close), info
+    shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
+    grammars = Grammars(tokenizer, vocab, info.eos_token_ids, shown)
+    return EngineCore(built, config, backend.close, grammars), info
 
 
 def _generation_config(checkpoint: Checkpoint, config: EngineConfig) -> tuple[dict[str, float | int], set[int]]:

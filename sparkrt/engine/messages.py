@@ -25,6 +25,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
+    grammar: tuple[str, str] | None = None  # that the answer must follow, and the field of the request that asked for it
 
 
 class Logprob(msgspec.Struct, array_like=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkrt.engine.messages import EngineRequest, ModelInfo
 from sparkrt.errors import RequestError
+from sparkrt.text.grammar import body_of, grammar_of
 
 MAX_LOGPROBS = 20
 _MIN_TEMPERATURE = 1e-5  # below it a draw is the argmax anyway, and logits / temperature would overflow float32
@@ -49,6 +50,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _within(0, MAX_LOGPROBS)
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
+    structured_outputs: dict[str, Any] | None = None  # one of json (a schema), json_object, regex, choice, grammar
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -73,6 +75,9 @@ class SamplingParams:
             raise _bad("stop", "needs detokenize=True")
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, _MAX_LIST)
         self.logit_bias = _bias(self.logit_bias)
+        self.structured_outputs = self.structured_outputs or None
+        if self.structured_outputs is not None:
+            body_of(self.structured_outputs, "structured_outputs")
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, _MAX_INT)
             if not self.allowed_token_ids:
@@ -84,9 +89,16 @@ class SamplingParams:
         return cls(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
-def to_requests(prompt_ids: Sequence[int], params: SamplingParams, info: ModelInfo, request_id: str) -> list[EngineRequest]:
+def to_requests(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    info: ModelInfo,
+    request_id: str,
+    grammar: tuple[str, str] | None = None,
+) -> list[EngineRequest]:
     """`params.n` engine requests for one prompt, in index order, every default resolved against the model.
 
+    `grammar` (see `EngineRequest`) replaces that of `params.structured_outputs`.
     `max_tokens` is capped at what the context has left. RequestError: no prompt, no room for a token, ids out of vocabulary.
     """
     ids, context, vocab = check_prompt_ids(prompt_ids, info.vocab_size), info.max_model_len, info.vocab_size
@@ -103,7 +115,12 @@ def to_requests(prompt_ids: Sequence[int], params: SamplingParams, info: ModelIn
                 raise RequestError(f"{name}: token id {i} is out of vocabulary (0 to {vocab - 1})", param=name)
     stops = list(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)]))
     shared: dict[str, Any] = {name: getattr(params, name) for name in _PASSED_ON}
-    shared |= {"prompt_ids": ids, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
+    if grammar is None and params.structured_outputs is not None:
+        body = body_of(params.structured_outputs, "structured_outputs")
+        grammar = None if body is None else (grammar_of([body]), "structured_outputs")
+    if grammar is not None and params.allowed_token_ids is not None:
+        raise RequestError(f"{grammar[1]} and allowed_token_ids exclude each other", param=grammar[1])
+    shared |= {"grammar": grammar, "prompt_ids": ids, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
     shared |= {"top_k": min(params.top_k, vocab), "stop_token_ids": stops}
     names = [request_id] if params.n == 1 else [f"{request_id}:{index}" for index in range(params.n)]
     seeds = (None if params.seed is None else child_seed(params.seed, index) for index in range(params.n))

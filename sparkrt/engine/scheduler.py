@@ -15,6 +15,7 @@ from typing import NamedTuple
 from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.sequence import SequenceState
+from sparkrt.text.grammar import Matcher
 
 CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
 
@@ -30,6 +31,7 @@ class Job:
     finished = False
     served = -1  # the last step that gave it a fair share of prefill
     seq: SequenceState | None = None  # from admission to the end
+    matcher: Matcher | None = None  # of the grammar that the answer must follow
 
     def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
         """Jobs that share an `outbox`, for their news, share steps."""
@@ -38,6 +40,11 @@ class Job:
         self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
         self.stop_ids = frozenset(message.stop_token_ids)
         self.prompt_logprobs: list[Logprob | None] = [None]  # nothing precedes the first token
+
+    @property
+    def lags(self) -> bool:
+        """Whether its next step must wait until its last token was read: a grammar decides what may follow."""
+        return self.matcher is not None and self.emitted < self.generated
 
 
 class Slice(NamedTuple):
@@ -129,7 +136,7 @@ class Scheduler:
         long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
         least one chunk runs in every step, even under a budget smaller than that.
         """
-        plan = Plan([job for job in self._decoding if job.outbox is outbox])
+        plan = Plan([job for job in self._decoding if job.outbox is outbox and not job.lags])
         prompts = [job for job in self._prefilling if job.outbox is outbox]
         if not prompts:
             return plan

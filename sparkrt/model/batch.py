@@ -30,6 +30,7 @@ class SamplerParams:
     seed: int = 0
     bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
     allowed: tuple[int, ...] | None = None
+    masked: bool = False  # every step has its own `SequenceState.mask` of what is allowed
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int = -1
@@ -48,6 +49,7 @@ class SamplerParams:
             and self.frequency_penalty == 0.0
             and not self.bias[0]
             and self.allowed is None
+            and not self.masked
             and self.min_tokens == 0
         )
 

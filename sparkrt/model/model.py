@@ -125,6 +125,8 @@ class HybridModel:
         self._planner = Planner(self._table, o.page_size)
         self._results = ResultBuffers(owner, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
         self._sampler = self._sampler_state(slots)
+        words = self._sampler.allowed.shape[1]
+        self._masks = owner.pinned(slots * words, "masks").view(np.uint32).reshape(slots, words)
         self._ctx = ForwardContext(
             *(backend, backend.default_stream, self._scratch(), self._plan.device, self._tables),
             *(kv, states, SoloComm(backend), config.hidden_size),
@@ -172,6 +174,7 @@ class HybridModel:
         self._table.assign(seq.slot, seq.blocks.blocks, seq.params)
         row = self._tables.rows(seq.slot, seq.slot + 1)
         self._backend.copy_h2d(row.ptr, self._table.blocks[seq.slot], self._ctx.stream)
+        seq.mask = self._masks[seq.slot] if seq.params.masked else None
         if seq.params.allowed is not None:
             bits = np.zeros(self._sampler.allowed.shape[1] * 32, np.uint8)
             bits[list(seq.params.allowed)] = 1
@@ -240,6 +243,9 @@ class HybridModel:
         for layer in self._decoder.layers:
             layer.prestage(self._plan)
         self._plan.upload(self._ctx.stream)
+        for seq in rows.sequences if rows.needs & Needs.MASK else ():
+            if seq.mask is not None:  # its last step was collected, so nothing reads the row any more
+                self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
         try:
             self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
             logits, hidden = self._run(rows, lists, graph)

@@ -26,6 +26,7 @@ class Needs(IntFlag):
     SAMPLER = 1  # temperature, penalties, restrictions
     LISTS = 2  # per-row lists: logit bias, or stop ids banned until min_tokens
     LOGPROBS = 4
+    MASK = 16  # a mask of its own for this step
     COUNTS = 8  # penalties look at the prompt and at what was generated
 
     @classmethod
@@ -35,6 +36,8 @@ class Needs(IntFlag):
             needs |= cls.SAMPLER
         if p.bias[0] or (p.min_tokens and p.stop_ids):
             needs |= cls.LISTS
+        if p.masked:
+            needs |= cls.MASK
         if p.logprobs >= 0:
             needs |= cls.LOGPROBS
         if p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty:
@@ -59,6 +62,7 @@ class SequenceState:
     kv_valid_tokens: int = 0
     adapter_id: int = 0
     needs: Needs = Needs.NOTHING
+    mask: np.ndarray | None = None  # of `masked` params: uint32 bits, to be filled before every step that samples
     aux: dict[str, Any] = field(default_factory=dict)  # per-layer auxiliary state (snapshot_aux / restore_aux)
     released: bool = False
 
@@ -104,4 +108,4 @@ class SlotTable:
         i[sampling.I_TOP_K] = p.top_k
         i[sampling.I_SEED_LO : sampling.I_SEED_LO + 2] = np.array([seed], np.uint64).view(np.int32)
         i[sampling.I_MIN_TOKENS] = p.min_tokens
-        i[sampling.I_ALLOWED_ROW] = slot if p.allowed is not None else -1
+        i[sampling.I_ALLOWED_ROW] = slot if p.masked or p.allowed is not None else -1

@@ -15,6 +15,8 @@ from sparkrt.serve.completions import FLOOR, about, about_prompt, shown
 from sparkrt.serve.generation import Generation, Piece
 from sparkrt.serve.http import require
 from sparkrt.serve.serving import Serving
+from sparkrt.serve.structured import asked_structure
+from sparkrt.text.grammar import Body, grammar_of
 from sparkrt.text.reply import ReplyDelta, ReplyParser
 from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools.calls import CallDelta, Tool, read_tools
@@ -31,43 +33,70 @@ async def chat_completions(serving: Serving, body: Any, request: Request) -> Any
     params = serving.params(body, max_tokens=limit, logprobs=(top or 0) if body.logprobs else None)
     if limit is None and "max_tokens" not in serving.info.sampling_defaults:
         params.max_tokens = None  # the rest of the context, not the 16 of completions
-    choice = tool_choice(body)
+    choice, asked = tool_choice(body), asked_structure(body)
+    require(serving.tools or not choice.forced, "tool_choice", "this model's calls have no format we know: --tool-call-parser")
     prompt, ids = await asyncio.to_thread(serving.render, body)
-    return await ChatGeneration(prompt, choice, serving, body, ids, params).respond(request)
+    return await ChatGeneration(prompt, choice, asked, serving, body, ids, params).respond(request)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The functions that may be called; none when the model must not call any."""
+    """The functions that may be called, none if the model must not call any, and whether it must; one, if it was `named`."""
 
     tools: list[Tool]
+    forced: bool = False
+    named: bool = False
 
 
 def tool_choice(body: Any) -> ToolChoice:
     """What the request wants of tools. `body.tools` become what the template sees."""
-    param = "function_call" if body.tool_choice is None else "tool_choice"
-    choice = getattr(body, param)
-    require(choice != "required" and not isinstance(choice, dict), param, f"{param}: only auto and none are supported")
-    require(choice in (None, "auto", "none"), param, f"{param} must be auto, none, required or a named function")
     given, old = body.tools, [{"type": "function", "function": function} for function in body.functions or ()]
     tools = read_tools(given or old, "tools" if given else "functions")
+    param = "function_call" if body.tool_choice is None else "tool_choice"
+    choice = getattr(body, param)
     body.tools = None if choice == "none" else given or old or None
-    return ToolChoice(tools if body.tools else [])
+    if choice in (None, "auto", "none"):
+        return ToolChoice(tools if body.tools else [])
+    require(choice == "required" or isinstance(choice, dict), param, f"{param} must be auto, none, required or a named function")
+    require(tools, param, f"{param} needs tools to choose from")
+    if choice == "required":
+        return ToolChoice(tools, forced=True)
+    function = choice.get("function") if param == "tool_choice" else choice
+    name = function.get("name") if isinstance(function, dict) else None
+    require(choice.get("type", "function") == "function" and isinstance(name, str), param, f"{param}: expected a function's name")
+    chosen = [tool for tool in tools if tool.name == name]
+    require(chosen, param, f"{param}: there is no function called {name!r} among the tools")
+    return ToolChoice(chosen, forced=True, named=True)
 
 
 class ChatGeneration(Generation):
     kind = "chatcmpl"
 
     def __init__(
-        self, prompt: str, choice: ToolChoice, serving: Serving, body: Any, ids: list[int], params: SamplingParams
+        self,
+        prompt: str,
+        choice: ToolChoice,
+        asked: tuple[Body, str] | None,
+        serving: Serving,
+        body: Any,
+        ids: list[int],
+        params: SamplingParams,
     ) -> None:
+        self._named = choice.named
         tools = serving.tools if choice.tools else None
-        reasoning = None if body.separate_reasoning is False else serving.reasoning
+        reasoning = serving.reasoning
         thinks = reasoning.thinks(prompt, bool(body.continue_final_message)) if reasoning else False
-        parallel = body.parallel_tool_calls is not False
+        parallel = body.parallel_tool_calls is not False and not choice.named
+        bodies = [] if asked is None or choice.forced else [asked[0]]
+        if tools and (bodies or choice.forced):
+            bodies.append({"lark_grammar": tools.grammar(choice.tools, parallel)})
+        may_think = thinks if thinks is not None or (reasoning and reasoning.optional) else False
+        grammar = (grammar_of(bodies, may_think), asked[1] if asked else "tools") if bodies else None
+        if body.separate_reasoning is False:
+            reasoning = None
         self._new_parser: Callable[[], ReplyParser] = lambda: ReplyParser(reasoning, thinks, tools, choice.tools, parallel)
         self._parsers: dict[int, ReplyParser] = {}
-        super().__init__(serving, body, [ids], params, serving.marks if tools or reasoning else frozenset())
+        super().__init__(serving, body, [ids], params, grammar, serving.marks if tools or reasoning else frozenset())
 
     def parts(self, piece: Piece) -> list[Piece]:
         """The first chunk of a choice says the role and nothing else; one that would say nothing is not sent."""
@@ -77,14 +106,16 @@ class ChatGeneration(Generation):
         return [*roles, said] if says else roles
 
     def _read(self, piece: Piece) -> Piece:
-        """With its text parsed. One that ends has ended in calls if there are any and the last is complete."""
+        """With its text parsed. One that ends has ended in calls if there are any and the last is complete; where a function was
+        named, OpenAI says `stop` all the same.
+        """
         parser = self._parsers.setdefault(piece.index, self._new_parser())
         reply, reason = parser.feed(piece.text), piece.finish_reason
         if reason is not None:
             stopped = isinstance(piece.stop_reason, str) and parser.in_call
             rest = parser.flush(cut=reason != "stop" or stopped)
             reply = ReplyDelta(reply.reasoning + rest.reasoning, reply.content + rest.content, reply.calls + rest.calls)
-            if reason == "stop" and parser.calls and not stopped:
+            if reason == "stop" and parser.calls and not stopped and not self._named:
                 reason = "tool_calls"
         if self.body.include_reasoning is False:
             reply.reasoning = ""

@@ -14,6 +14,8 @@ from sparkrt.serve import protocol as p
 from sparkrt.serve.generation import Generation, Piece
 from sparkrt.serve.http import require
 from sparkrt.serve.serving import Serving
+from sparkrt.serve.structured import asked_structure
+from sparkrt.text.grammar import grammar_of
 from sparkrt.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
@@ -32,7 +34,9 @@ async def completions(serving: Serving, body: Any, request: Request) -> Any:
     special, decode = body.add_special_tokens is not False, serving.tokenizer.decode
     ids = await asyncio.to_thread(lambda: [serving.encode(prompt, special, "prompt") for prompt in prompts])
     echoed = [prompt if isinstance(prompt, str) else decode(prompt, False) for prompt in prompts] if body.echo else []
-    return await CompletionGeneration(echoed, serving, body, ids, params).respond(request)
+    asked = asked_structure(body)
+    grammar = (grammar_of([asked[0]]), asked[1]) if asked else None
+    return await CompletionGeneration(echoed, serving, body, ids, params, grammar).respond(request)
 
 
 def _split(prompt: str | list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,22 +100,52 @@ def run(address: str, config: EngineConfig, loader: Loader) -> None:
 
 
 def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
+    compiling = Compiling()
     while True:
         told = False
-        while True:
-            try:
-                message = decode_to_engine(socket.recv(zmq.NOBLOCK if core.has_work or told else 0))
-            except zmq.Again:
-                break
+        while socket.poll(0 if core.has_work or told else compiling.patience):
+            message = decode_to_engine(socket.recv())
             if message.stop:
                 return
-            if message.add:
+            if message.add and not compiling.take(message.add, core):
                 socket.send(encode(_add(core, message.add)))
             core.abort(message.abort)
+            compiling.abort(message.abort)
+            told = True
+        for requests in compiling.done():
+            socket.send(encode(_add(core, requests)))
             told = True
         outputs = core.step() if core.has_work else []
         if outputs or told:
             socket.send(encode(FromEngine(outputs=outputs, stats=core.stats())))
+
+
+class Compiling:
+    """Requests whose grammars are being compiled beside the loop, where a mistake would stall everybody's tokens."""
+
+    def __init__(self) -> None:
+        self._pool, self._jobs = ThreadPoolExecutor(1, "grammars"), list[tuple[Future[Any], list[EngineRequest]]]()
+
+    @property
+    def patience(self) -> int | None:
+        """How long an idle loop may sleep, in ms."""
+        return 1 if self._jobs else None
+
+    def take(self, requests: list[EngineRequest], core: EngineCore) -> bool:
+        """Compile what these need, unless it is nothing."""
+        grammar = requests[0].grammar  # the sequences of one HTTP request share it
+        if grammar is None or core.grammars is None:
+            return False
+        self._jobs.append((self._pool.submit(core.grammars.compile, *grammar), requests))
+        return True
+
+    def done(self) -> list[list[EngineRequest]]:
+        """Those that can be added now. What is no grammar is found to be none again, and refused, when they are."""
+        ready, self._jobs = [j for j in self._jobs if j[0].done()], [j for j in self._jobs if not j[0].done()]
+        return [requests for _, requests in ready]
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._jobs = [(job, requests) for job, requests in self._jobs if requests[0].request_id not in request_ids]
 
 
 def _add(core: EngineCore, requests: list[EngineRequest]) -> FromEngine:

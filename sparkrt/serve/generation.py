@@ -26,7 +26,7 @@ from sparkrt.text.reply import ReplyDelta
 
 log = logging.getLogger("sparkrt.serve")
 
-_PRIVATE = ("stop", "logit_bias", "allowed_token_ids", "stop_token_ids")  # or long: not for the log
+_PRIVATE = ("stop", "logit_bias", "allowed_token_ids", "stop_token_ids", "structured_outputs")  # or long: not for the log
 
 
 @dataclass(slots=True)
@@ -74,8 +74,15 @@ class Generation(ABC):
     kind: str  # begins the ids of its answers
 
     def __init__(
-        self, serving: Serving, body: Any, prompts: list[list[int]], params: SamplingParams, marks: Set[int] = frozenset()
+        self,
+        serving: Serving,
+        body: Any,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        grammar: tuple[str, str] | None = None,
+        marks: Set[int] = frozenset(),
     ) -> None:
+        """`grammar`: see `EngineRequest`; `marks`: special tokens that texts have all the same."""
         self.tokenizer = serving.tokenizer
         self.params = params
         self.body = body
@@ -87,7 +94,8 @@ class Generation(ABC):
         self._admitted = False
         self._error: Exception | None = None
         self._choices: dict[str, _Choice] = {}
-        requests = [(p, r) for p in self._prompts for r in to_requests(p.prompt_token_ids, params, serving.info, p.request_id)]
+        details = params, serving.info
+        requests = [(p, r) for p in self._prompts for r in to_requests(p.prompt_token_ids, *details, p.request_id, grammar)]
         for index, (prompt, request) in enumerate(requests):
             answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer, marks)
             self._choices[request.request_id] = _Choice(index, answer)

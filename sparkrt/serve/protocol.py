@@ -30,7 +30,8 @@ _SAMPLING: Object = {name: hint for name, hint in get_type_hints(SamplingParams)
 SAMPLING_FIELDS = tuple(_SAMPLING)
 StreamOptions = _struct("StreamOptions", {"include_usage": bool, "continuous_usage_stats": bool})
 _GENERATION = _SAMPLING | {"stop": str | list[str], "add_special_tokens": bool, "return_token_ids": bool, "best_of": int}
-_GENERATION |= {"model": str, "stream": bool, "stream_options": StreamOptions}
+_GENERATION |= {"response_format": Object, "guided_json": Any, "guided_regex": str, "guided_choice": list[str]}
+_GENERATION |= {"guided_grammar": str, "model": str, "stream": bool, "stream_options": StreamOptions}
 _TEMPLATE: Object = {"tools": list[Object], "add_generation_prompt": bool, "continue_final_message": bool}
 _TEMPLATE |= {"chat_template_kwargs": Object, "add_special_tokens": bool, "reasoning_effort": str, "enable_thinking": bool}
 _CHAT: Object = {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int}
@@ -45,12 +46,12 @@ DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 
 # field → the values that ask for nothing; null never does
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "ebnf", "guided_grammar", "guided_json", "guided_regex", "json_schema", "prompt_embeds"), ()),
+    **dict.fromkeys(("audio", "ebnf", "json_schema", "prompt_embeds"), ()),
     **dict.fromkeys(("regex", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"), ()),
-    **dict.fromkeys(("bad_words", "documents", "guided_choice"), ([],)),
+    **dict.fromkeys(("bad_words", "documents"), ([],)),
     **dict.fromkeys(("priority", "return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
 }
-_NOT_OFFERED |= {"modalities": ([], ["text"]), "response_format": ({"type": "text"},), "structured_outputs": ({},)}
+_NOT_OFFERED |= {"modalities": ([], ["text"])}
 REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     CompletionBody: _NOT_OFFERED | {"suffix": ("",)},
     # a template is a program: the server's owner chooses it (--chat-template)

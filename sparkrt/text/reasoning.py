@@ -14,10 +14,12 @@ PARSERS = ("qwen3", "deepseek_r1")
 class ReasoningFormat:
     """Thinking goes from `<think>` to `</think>`, and the prompt may have opened it, or opened and closed it.
 
-    `implied`: where the prompt says nothing an answer thinks from its first word, whether it opens the tag or not.
+    `implied`: where the prompt says nothing an answer thinks from its first word, whether it opens the tag or not. `optional`:
+    the model was taught to think or not as a switch says, so an answer that must have some form may think before it.
     """
 
     implied: bool = False
+    optional: bool = False
 
     def thinks(self, prompt: str, continues: bool) -> bool | None:
         """Whether an answer to this prompt begins inside (True) or after (False) its thinking; None: it says so itself.
@@ -49,4 +51,6 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
         name = (
             "" if END not in template and BEGIN not in template else "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
         )
-    return ReasoningFormat(implied=name == "deepseek_r1") if name in PARSERS else None
+    if name not in PARSERS:
+        return None
+    return ReasoningFormat(implied=name == "deepseek_r1", optional="enable_thinking" in template)

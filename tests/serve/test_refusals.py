@@ -51,10 +51,15 @@ BOTH = [
     *[("best_of", b) for b in (3, 0)],
     *[("stream", s) for s in ("yes", 1)],
     ("priority", 1),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a"}),
-    ("guided_json", {"type": "object"}),
-    ("guided_regex", "a+"),
+    *[
+        ("response_format", f)
+        for f in ({"type": "yaml"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 5}})
+    ],
+    *[("guided_json", g) for g in (5, "{", {"type": "not-a-type"})],
+    *[("guided_regex", g) for g in ("[", 5, "", "(?<=x)*")],
+    *[("guided_choice", g) for g in ("a", [5], [""])],
+    *[("guided_grammar", g) for g in ("start: nothing", "root ::= (")],
+    ("structured_outputs", 5),
     ("use_beam_search", True),
     ("truncate_prompt_tokens", 5),
     ("bad_words", ["no"]),
@@ -88,7 +93,7 @@ def test_fields_of_chat(tiny: Server) -> None:
         ("messages", "hi"),
         ("top_logprobs", 3),
         ("logprobs", 5),
-        ("tool_choice", "required"),
+        ("tool_choice", "required"),  # without tools
         ("tool_choice", named),
         ("tool_choice", "sometimes"),
         ("function_call", {"name": "f"}),
@@ -103,6 +108,12 @@ def test_fields_of_chat(tiny: Server) -> None:
     assert tiny.post(CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400)["param"] == "top_logprobs"
     assert refused(tiny, CHAT, "tools", [{"type": "function"}]) == "tools[0].function"
     assert refused(tiny, CHAT, "functions", [{"name": "f", "parameters": 5}]) == "functions[0].function.parameters"
+    tools = [{"type": "function", "function": {"name": "g"}}]
+    for choice in (named, {"type": "function"}, {"type": "allowed_tools"}, {}, {"type": "function", "function": {"name": 5}}):
+        assert tiny.post(CHAT, {"messages": USER, "tools": tools, "tool_choice": choice}, 400)["param"] == "tool_choice"
+    both = {"messages": USER, "guided_regex": "a", "guided_choice": ["a"]}
+    assert tiny.post(CHAT, both, 400)["param"] == "guided_choice"
+    assert tiny.post(CHAT, {"messages": USER, "guided_regex": "a", "allowed_token_ids": [5]}, 400)["param"] == "guided_regex"
     for kwargs in ({"chat_template": "{{ 1 }}"}, {"messages": []}, {"tools": []}):  # X01
         assert refused(tiny, CHAT, "chat_template_kwargs", kwargs).startswith("chat_template_kwargs.")
     assert tiny.post(CHAT, {}, 400)["param"] == "messages"
@@ -148,7 +159,9 @@ def test_accepted_without_effect(tiny: Server) -> None:
         "metadata": {"a": "b"},
         "modalities": ["text"],
         "parallel_tool_calls": True,
+        "guided_choice": [],
         "response_format": {"type": "text"},
+        "structured_outputs": {},
         "spaces_between_special_tokens": True,
         "store": True,
         "tool_choice": "auto",

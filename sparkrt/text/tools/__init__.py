@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparkrt.text.reasoning import BEGIN, END
 from sparkrt.text.tools.calls import Calls, ToolFormat
 from sparkrt.text.tools.hermes import Hermes
 from sparkrt.text.tools.llama3_json import Llama3Json
@@ -15,6 +16,7 @@ FORMATS: dict[str, type[ToolFormat]] = {
     "llama3_json": Llama3Json,
     "mistral": Mistral,
 }
+MARKS = {BEGIN, END, *(mark for format in FORMATS.values() for mark in format.marks)}  # texts that mean something to us
 _SIGNS = (  # of a template that shows calls in that format; the first that is found decides
     ("<function=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
@@ -29,7 +31,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
     """The format called `name`; "auto": what `template` shows, None if it shows none we know; "none": none."""
     if name == "auto":
         name = next((name for sign, name in _SIGNS if sign in template), "")
-    return FORMATS[name]() if name in FORMATS else None
+    return FORMATS[name](template) if name in FORMATS else None
 
 
-__all__ = ["FORMATS", "Calls", "ToolFormat", "tool_format"]
+__all__ = ["FORMATS", "MARKS", "Calls", "ToolFormat", "tool_format"]

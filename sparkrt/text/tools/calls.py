@@ -116,13 +116,21 @@ class Calls(Protocol):
 
 
 class ToolFormat(ABC):
-    """How a family of models writes calls. It keeps nothing: one is for all requests."""
+    """How a family of models writes calls. One is for all requests."""
 
     marks: tuple[str, ...] = ()  # texts it looks for that may be special tokens, and must be shown all the same
+
+    def __init__(self, template: str = "") -> None:
+        """`template`: the model's, where a format has variants."""
+        self._template = template
 
     @abstractmethod
     def read(self, source: Incoming, calls: Calls) -> Reading[None]:
         """Read an answer to its end. What only looks like a call is said, and one that breaks off in the middle is closed."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """A grammar of Lark: nothing but calls of these functions with valid arguments, one or, if `parallel`, several."""
 
     def new_id(self) -> str:
         """The id of a call."""

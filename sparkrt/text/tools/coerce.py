@@ -10,12 +10,13 @@ from sparkrt.text.tools.calls import dumps
 
 _NAMES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALL = frozenset(("string", "boolean", "integer", "number", "array", "object", "null"))
-_DEPTH = 16  # of references and alternatives that are followed
+DEPTH = 16  # of references and alternatives that are followed
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """The types that `schema`, a part of `root`, lets a value have; all of them where it does not say."""
-    if not isinstance(schema, Mapping) or depth > _DEPTH:
+    schema = resolve(schema, root)
+    if not isinstance(schema, Mapping) or depth > DEPTH:
         return _ALL
     named = schema.get("type")
     if named is not None:
@@ -27,12 +28,18 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         if isinstance(parts := schema.get(key), list) and parts:
             kinds = [types_of(part, root, depth + 1) for part in parts]
             return frozenset.intersection(*kinds) or _ALL if key == "allOf" else frozenset.union(*kinds)
-    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
-        target: Any = root
-        for step in ref.split("/")[1:]:
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        return types_of(target, root, depth + 1)
     return frozenset(["object"]) if "properties" in schema else _ALL
+
+
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What `schema` refers to, at last; None if that is not within `root`."""
+    for _ in range(DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(ref := schema.get("$ref"), str):
+            return schema
+        schema = root if ref.startswith("#") else None
+        for step in ref.split("/")[1:]:
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return None
 
 
 def coerce(text: str, types: frozenset[str]) -> str:

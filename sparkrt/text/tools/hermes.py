@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparkrt.text.incoming import BLANK, Incoming, Reading
-from sparkrt.text.tools.calls import Calls, ToolFormat
-from sparkrt.text.tools.json_calls import read_call
+from sparkrt.text.tools.calls import Calls, Tool, ToolFormat
+from sparkrt.text.tools.json_calls import call_rules, read_call
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
@@ -25,3 +27,7 @@ class Hermes(ToolFormat):
                 yield from source.follows(_END)
             else:
                 calls.say(_BEGIN + blank + text)
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        rules = call_rules(tools, f'{_BEGIN}\n{{"name": "NAME", "arguments": ', f"}}\n{_END}")
+        return f"start: call{' (BREAK call)*' if parallel else ''}\nBREAK: /\\n/\n{rules}"

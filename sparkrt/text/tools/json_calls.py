@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 
+from sparkrt.text.grammar import json_schema, quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
-from sparkrt.text.tools.calls import Call, Calls, dumps
+from sparkrt.text.tools.calls import Call, Calls, Tool, dumps
 from sparkrt.text.tools.coerce import loads
 
 _NAME = re.compile(r'[^"\\\s<>\ud800-\udfff]+')
@@ -133,3 +136,13 @@ class _Scan:
             if self._depth <= 0:
                 return self._at
         return None
+
+
+def call_rules(tools: Sequence[Tool], before: str, after: str) -> str:
+    """Rules of Lark: `call` is a call of one of `tools`, `before` and `after` its arguments, with NAME for its name."""
+    lines = [f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        head, schema = before.replace("NAME", tool.name), json.dumps(json_schema(tool.schema, f"tools[{i}].function.parameters"))
+        lines.append(f"call{i}: {quote(head)} args{i} {quote(after)}" if after else f"call{i}: {quote(head)} args{i}")
+        lines.append(f"args{i}: %json {schema}")
+    return "\n".join(lines)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparkrt.text.incoming import BLANK, Incoming, Reading
-from sparkrt.text.tools.calls import Calls, ToolFormat
-from sparkrt.text.tools.json_calls import read_call
+from sparkrt.text.tools.calls import Calls, Tool, ToolFormat
+from sparkrt.text.tools.json_calls import call_rules, read_call
 
 _TAG, _FIRST = "<|python_tag|>", '"name"'
 
@@ -26,6 +28,10 @@ class Llama3Json(ToolFormat):
             yield from source.take(BLANK + ";")
         calls.say(before)
         yield from source.until((), calls.say)
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        more = ' ("; " call)*' if parallel else ""
+        return f"start: call{more}\n" + call_rules(tools, '{"name": "NAME", "parameters": ', "}")
 
 
 def _is_call(source: Incoming) -> Reading[bool]:

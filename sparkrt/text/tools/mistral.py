@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from sparkrt.text.grammar import quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
-from sparkrt.text.tools.calls import Calls, ToolFormat, short_id
-from sparkrt.text.tools.json_calls import read_call, read_members
+from sparkrt.text.tools.calls import Calls, Tool, ToolFormat, short_id
+from sparkrt.text.tools.json_calls import call_rules, read_call, read_members
 
 _TAG, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -38,6 +41,12 @@ class Mistral(ToolFormat):
             call = calls.call(name)
             yield from read_members(source, call)
             call.close()
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        if _ARGS not in self._template:  # as older models write
+            more = ' (", " call)*' if parallel else ""
+            return f'start: {quote(_TAG)} "[" call{more} "]"\n' + call_rules(tools, '{"name": "NAME", "arguments": ', "}")
+        return f"start: call{'+' if parallel else ''}\n" + call_rules(tools, f"{_TAG}NAME{_ARGS}", "")
 
     def new_id(self) -> str:
         return short_id()

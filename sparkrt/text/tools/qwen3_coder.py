@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+from sparkrt.text.grammar import quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
-from sparkrt.text.tools.calls import Call, Calls, ToolFormat, dumps
+from sparkrt.text.messages import bad
+from sparkrt.text.tools.calls import Call, Calls, Tool, ToolFormat, dumps
 from sparkrt.text.tools.coerce import coerce, types_of
+from sparkrt.text.tools.xml_values import TEXT_RULES, value_rules
 
 _BEGIN, _CALL, _KEY, _VALUE_END, _CALL_END, _END = (
     *("<tool_call>", "<function=", "<parameter=", "</parameter>", "</function>", "</tool_call>"),
 )
+_KEY_END = ">\n"
 _NEXT = (_KEY, _CALL_END, _END)
 
 
@@ -38,6 +45,27 @@ class Qwen3Coder(ToolFormat):
                 calls.say(f"{tag}{''.join(name)}{end or ''}")
                 continue
             yield from self._call(source, "".join(name).strip(), calls)
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Parameters come in any order, each once at most: the rule of a call counts in bits which it has had."""
+        calls, more = " | ".join(f"call{i}" for i in range(len(tools))), r' ("\n" call)*' if parallel else ""
+        lines = [f"start: call{more}", f'call: "{_BEGIN}\\n" ({calls}) "\\n{_END}"', *TEXT_RULES]
+        for i, tool in enumerate(tools):
+            where, keys = f"tools[{i}].function.parameters", list(tool.schema.get("properties", {}))
+            required = tool.schema.get("required", [])
+            if len(keys) > 64:
+                raise bad(f"{where}.properties", "at most 64 parameters can be enforced")
+            if missing := [key for key in required if key not in keys]:
+                raise bad(f"{where}.required", f"{missing[0]!r} is not among the properties")
+            needs = functools.reduce("and({}, {})".format, [f"bit_set({keys.index(key)})" for key in required] or ["true"])
+            head = quote(f"{_CALL}{tool.name}>\n")
+            lines.append(f"call{i}: {head} {f'more{i}::0x0' if keys else ''} {quote(_CALL_END)}")
+            lines += [f'more{i}::_: "" %if {needs}'] if keys else []
+            for n, key in enumerate(keys):
+                lines.append(f"  | {quote(_KEY + key + _KEY_END)} v{i}_{n} more{i}::set_bit({n}) %if bit_clear({n})")
+            for n, (key, schema) in enumerate(tool.schema.get("properties", {}).items()):
+                lines += value_rules(f"v{i}_{n}", schema, tool.schema, f"{where}.properties.{key}")
+        return "\n".join(lines)
 
     def _call(self, source: Incoming, name: str, calls: Calls) -> Reading[None]:
         call, schema = calls.call(name), calls.schema(name)

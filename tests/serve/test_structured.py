@@ -1,0 +1,172 @@
+"""Structured outputs and enforced calls through the API (kinds J and T of the cases)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from tests.rigs import r1
+from tests.serve.conftest import THINKING_TEMPLATE
+from tests.serve.harness import Server, running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 50}, "kind": {"enum": ["a", "b"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that recites a thought and then prose, whatever it is asked for, behind a template that opens the thinking."""
+    path: Path = tmp_path_factory.mktemp("thinker")
+    r1(path, ["Hm {5}.", "</think>", " Just prose, no JSON at all!"])
+    template = path / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE, encoding="utf-8")
+    with running(str(path), "--chat-template", str(template)) as server:
+        yield server
+
+
+def said(server: Server, **body: Any) -> tuple[dict[str, Any], str]:
+    """(message, finish reason), the same whole and streamed."""
+    body = {"messages": [{"role": "user", "content": "Go on"}], "temperature": 0, "max_tokens": 200, **body}
+    [choice] = server.post(CHAT, body)["choices"]
+    chunks = server.stream(CHAT, **body)
+    for name in ("content", "reasoning"):
+        streamed = "".join(c["delta"].get(name, "") for chunk in chunks for c in chunk["choices"])
+        assert streamed == (choice["message"].get(name) or "")
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_constraint_starts_after_the_thinking(thinker: Server, thinking: bool) -> None:
+    """J05"""
+    message, reason = said(thinker, response_format=FORMAT, enable_thinking=thinking)
+    assert message.get("reasoning", "") == ("Hm {5}." if thinking else "")
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    assert reason == "stop"
+    cut, reason = said(thinker, response_format=FORMAT, max_tokens=3, enable_thinking=True)
+    assert (cut["content"], cut["reasoning"], reason) == (None, "Hm", "length")
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_calls_are_enforced(thinker: Server, thinking: bool) -> None:
+    """T02: a model that would not call anything must."""
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        message, reason = said(thinker, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, enable_thinking=thinking)
+        [call] = message["tool_calls"]
+        assert message["content"] is None
+        assert reason == ("tool_calls" if choice == "required" else "stop")
+        if call["function"]["name"] == "f":
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        assert call["function"]["name"] == "f" or choice == "required"
+    legacy, _ = said(thinker, functions=[TOOLS[0]["function"]], function_call={"name": "f"}, enable_thinking=thinking)
+    assert legacy["tool_calls"][0]["function"]["name"] == "f"
+    free, reason = said(thinker, tools=TOOLS, enable_thinking=thinking)
+    assert (reason, "tool_calls" in free) == ("stop", False)
+
+
+def test_each_way_to_ask(tiny: Server) -> None:
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "<" [a-c] ">"'}, "<[abc]>"),
+        ({"guided_json": SCHEMA}, r"\{.*\}"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r"\{.*\}"),
+        ({"structured_outputs": {"regex": "a|b", "json": None}}, "a|b"),
+        ({"response_format": FORMAT}, r"\{.*\}"),
+        ({"response_format": {"type": "text"}, "guided_choice": ["x"], "structured_outputs": {}}, "x"),
+    ]
+    for body, pattern in asked:
+        message, reason = said(tiny, **body)
+        assert re.fullmatch(pattern, message["content"])
+        assert reason == "stop"
+        text = tiny.complete(prompt="Once", temperature=1, max_tokens=200, n=2, **body)["choices"]
+        assert all(re.fullmatch(pattern, choice["text"]) for choice in text)
+    found = tiny.complete(prompt="Once", temperature=0, max_tokens=60, response_format={"type": "json_object"}, stop="}")[
+        "choices"
+    ][0]
+    assert found["text"].startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(?<=x)*"},  # J01
+        {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}},  # J03
+        {"type": "not-a-type"},
+        {"type": "string", "pattern": "(" * 60_000},  # J02
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_refusals_come_before_the_first_byte(tiny: Server, schema: Any, stream: bool) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": shape, "stream": stream}
+    error = tiny.post(CHAT, body, 400)
+    assert error["param"] == "response_format"
+    assert "cannot be enforced" in error["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}}]
+    call = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": "required", "stream": stream}
+    if (
+        "$ref" not in schema and len(str(schema)) < 100
+    ):  # a parameter that may be left out does no harm; a long one fills the prompt
+        assert tiny.post(CHAT, call, 400)["param"] == "tools"
+    tiny.check_alive()
+
+
+def test_many_at_once(tiny: Server) -> None:
+    """Different grammars, and none, in the same steps; everything comes back."""
+
+    def ask(i: int) -> bool:
+        regex = f"[a-z]{{{1 + i % 7}}}"
+        more = {"guided_regex": regex} if i % 3 else {}
+        text = tiny.complete(prompt="Once upon", max_tokens=10, temperature=1, seed=i, **more)["choices"][0]["text"]
+        return not more or re.fullmatch(regex, text) is not None
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(48)))
+    tiny.wait_idle()
+    tiny.check_alive()
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Booking(BaseModel):
+    seats: int = Field(ge=1, le=20)
+    colour: Colour
+    note: str | None = Field(max_length=12)
+
+
+def test_parsing_with_pydantic(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="sparkrt-tiny",
+        messages=[{"role": "user", "content": "I want to book a table."}],
+        response_format=Booking,
+        temperature=0,
+        max_tokens=200,
+    )
+    booking = answer.choices[0].message.parsed
+    assert booking is not None
+    assert booking.colour in Colour
