@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,6 +24,7 @@ from sparkrt.serve.cli import VERSION
 from sparkrt.serve.completions import completions
 from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
+from sparkrt.serve.keys import KeyGuard
 from sparkrt.serve.serving import Serving
 
 Handler = Callable[[Serving, Any, Request], Awaitable[Any]]
@@ -51,6 +53,10 @@ async def server_info(serving: Serving, body: None, request: Request) -> Any:
     """What is served, with which options, and how busy the engine is (its gauges after the last step)."""
     info = serving.info
     return p.ServerInfo(version=VERSION, model=info, config=dict(info.lines), stats=serving.client.stats)
+
+
+async def metrics(serving: Serving, body: None, request: Request) -> Any:
+    return Response(serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def models(serving: Serving, body: None, request: Request) -> Any:
@@ -92,6 +98,7 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("GET", "/health", health, None, p.Status, "Whether the server is alive"),
     ("GET", "/ready", ready, None, p.Status, "Whether the model can answer"),
     ("GET", "/version", version, None, p.Version, "The version of sparkrt"),
+    ("GET", "/metrics", metrics, None, str, "Counters, gauges and histograms for Prometheus"),
     ("GET", "/server_info", server_info, None, p.ServerInfo, "Configuration and gauges"),
 )
 
@@ -104,7 +111,7 @@ def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Reques
         try:
             if kind is not None:
                 body = decode(await read_body(request), kind)
-            if handler not in (health, ready, version):
+            if handler not in (health, ready, version, metrics):
                 await asyncio.shield(serving.opened)
             serving.check_model(body.model if body is not None else None)
             found = await handler(serving, body, request)
@@ -122,7 +129,10 @@ def document() -> Response:
     """OpenAPI, from the structs that are decoded and encoded. Made once, at the first question."""
     types = dict.fromkeys([p.ErrorBody, *(kind for row in OPERATIONS for kind in row[3:5] if kind is not None)])
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    content = {kind: {"application/json": {"schema": schema}} for kind, schema in zip(types, schemas, strict=True)}
+    forms = {str: "text/plain"}
+    content = {
+        kind: {forms.get(kind, "application/json"): {"schema": schema}} for kind, schema in zip(types, schemas, strict=True)
+    }
     failure = {"description": "The request is wrong, or cannot be served now", "content": content[p.ErrorBody]}
     paths, refused = dict[str, Any](), {name for fields in p.REFUSED.values() for name in fields}
     for method, path, handler, body, answer, summary in OPERATIONS:
@@ -155,5 +165,7 @@ def build_app(serving: Serving) -> Starlette:
     routes = [Route(path, _endpoint(serving, handler, body), methods=[method]) for method, path, handler, body, *_ in OPERATIONS]
     routes.append(Route("/openapi.json", lambda request: document()))
     origins = serving.args.allowed_origins
-    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])] if origins else []
-    return Starlette(routes=routes, middleware=cors, exception_handlers={HTTPException: _no_route})
+    around = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])] if origins else []
+    if serving.args.api_keys:  # inside: a browser's preflight request brings no key
+        around.append(Middleware(KeyGuard, keys=serving.args.api_keys))
+    return Starlette(routes=routes, middleware=around, exception_handlers={HTTPException: _no_route})

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sparkrt.engine.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig, load_engine, load_text
@@ -65,6 +66,7 @@ class ServeArgs:
     disable_log_stats: bool = False
     uvicorn_log_level: str = "warning"
     allowed_origins: list[str] = field(default_factory=list)
+    api_keys: list[str] = field(default_factory=list)  # none: everybody may ask
     without_effect: list[str] = field(default_factory=list)  # flags that were given
 
 
@@ -98,6 +100,10 @@ def parse(argv: list[str]) -> ServeArgs:
     typed, named = options.pop("model", None), options.pop("model_option", None)
     if typed and named and typed != named:
         parser.error(f"two models named: {typed} and {named}")
+    if more := options.pop("api_key_file", []):
+        options["api_keys"] = [*options.get("api_keys", []), *more]
+    if not all(key.strip() for key in options.get("api_keys", [])):
+        parser.error("--api-key: a key must not be empty")
     for name, only in _ONLY.items():
         if (value := options.pop(name, only)) != only:
             parser.error(f"--{name.replace('_', '-')} {value}: only {only} is supported yet")
@@ -125,6 +131,8 @@ def _build() -> argparse.ArgumentParser:
     add("--stream-interval", type=_positive, metavar="N", help="tokens per streamed chunk (default: 1)")
     add("--max-logprobs", type=_logprobs, metavar="N", help=f"most alternatives of a token (default: {MAX_LOGPROBS})")
     add("--allowed-origins", type=_strings, metavar="JSON", help="CORS origins, for example '[\"*\"]' (default: none)")
+    add("--api-key", dest="api_keys", nargs="+", metavar="KEY", help="keys that requests must bring one of (default: none)")
+    add("--api-key-file", type=_keys, metavar="FILE", help="a file of more of them, one a line; other users cannot see it in ps")
     add("--shutdown-timeout", type=_seconds, metavar="S", help="seconds that running requests get at the end (default: 5)")
     add("--enable-log-requests", action="store_true", help="log a line per request (never its prompt)")
     add("--disable-log-stats", action="store_true", help="no line of throughput every 10 s")
@@ -179,6 +187,16 @@ def _checked(read: Callable[[str], Any], accepts: Callable[[Any], bool], what: s
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return convert
+
+
+def _keys(path: str) -> list[str]:
+    try:
+        found = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: cannot be read: {error}") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"{path}: there is no key in it")
+    return found
 
 
 def _json(text: str) -> Any:

@@ -50,6 +50,8 @@ class _Choice:
     def __init__(self, index: int, answer: Answer) -> None:
         self.answer = answer
         self.over = False  # the last piece was taken
+        self.first: float | None = None  # s after the request when its first token came
+        self.last = 0.0  # and its last, so far
         self._index = index
         self._text = self._tokens = 0
 
@@ -91,7 +93,7 @@ class Generation(ABC):
         self._serving = serving
         self._began = time.monotonic()
         self._changed = asyncio.Event()
-        self._admitted = False
+        self._admitted = self._closed = False
         self._error: Exception | None = None
         self._choices: dict[str, _Choice] = {}
         details = params, serving.info
@@ -113,20 +115,39 @@ class Generation(ABC):
             log.error("request %s failed in the engine: %s", output.request_id, output.error)
             self.close(EngineFatal("the engine could not finish this request"))
             return
-        answer = self._choices[output.request_id].answer
+        choice, seconds = self._choices[output.request_id], time.monotonic() - self._began
+        answer, metrics = choice.answer, self._serving.metrics
+        if output.token_ids:
+            if choice.first is None:
+                choice.first = seconds
+                metrics.time_to_first_token.observe(seconds)
+            else:
+                metrics.inter_token_latency.observe(seconds - choice.last)
+            choice.last = seconds
         try:
-            answer.feed(output, time.monotonic() - self._began)
+            answer.feed(output, seconds)
         except Exception as error:  # others have news in the same message
             self.close(error)
         if answer.finished:  # perhaps by a stop string, and the engine does not know yet
             self._serving.client.forget([output.request_id])
+            self._count(choice, answer.output.finish_reason or "error")
         self._changed.set()
+
+    def _count(self, choice: _Choice, reason: str) -> None:
+        """For the metrics: this answer has ended."""
+        result, generated = choice.answer.result, len(choice.answer.output.token_ids)
+        details = choice.first, len(result.prompt_token_ids), result.num_cached_tokens, generated
+        self._serving.metrics.ended(reason, time.monotonic() - self._began, *details)
 
     def close(self, error: Exception | None = None) -> None:
         """The engine forgets what still runs: nobody listens any more, or `error` is what they get. Idempotent."""
         self._serving.client.forget(self._choices)
         self._error = self._error or error
         self._changed.set()
+        for choice in () if self._closed else self._choices.values():
+            if not choice.answer.finished:
+                self._count(choice, "abort" if error is None or isinstance(error, ClientDisconnect) else "error")
+        self._closed = True
 
     async def respond(self, request: Request) -> Any:
         """The answer, once the engine has taken the request. Raises what the engine refuses it with."""

@@ -22,7 +22,14 @@ log = logging.getLogger("sparkrt.serve")
 MAX_BODY = 32 * 2**20  # bytes
 KEEP_ALIVE = 75  # s; longer than clients keep theirs, so that none writes into a connection we are closing
 encode = msgspec.json.Encoder().encode  # NaN and infinity become null: never invalid JSON
-_NAMES = {400: "BadRequest", 404: "NotFound", 405: "MethodNotAllowed", 413: "RequestTooLarge", 415: "UnsupportedMediaType"}
+_NAMES = {
+    400: "BadRequest",
+    401: "Authentication",
+    404: "NotFound",
+    405: "MethodNotAllowed",
+    413: "RequestTooLarge",
+    415: "UnsupportedMediaType",
+}
 _NAMES |= {500: "InternalServer", 503: "ServiceUnavailable"}
 _KINDS = [(kind, msgspec.defstruct("Refused", [(name, Any, None) for name in REFUSED[kind]])) for kind in REFUSED]
 _DECODERS = {kind: (msgspec.json.Decoder(kind), msgspec.json.Decoder(refused)) for kind, refused in _KINDS}

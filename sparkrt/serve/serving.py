@@ -13,6 +13,7 @@ from sparkrt.errors import CapacityError, RequestError
 from sparkrt.serve.cli import ServeArgs
 from sparkrt.serve.engine import EngineClient
 from sparkrt.serve.http import require
+from sparkrt.serve.metrics import Metrics
 from sparkrt.serve.protocol import SAMPLING_FIELDS
 from sparkrt.text.reasoning import BEGIN, END, reasoning_format
 from sparkrt.text.template import ChatTemplate, check_kwargs
@@ -31,6 +32,7 @@ class Serving:
         self.args = args
         self.client = client
         self.created = int(time.time())
+        self.metrics = Metrics(args.names[0], lambda: client.stats)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, open_text: OpenText) -> None:

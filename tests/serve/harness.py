@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve import ROOT
 
@@ -26,7 +27,8 @@ CONTROL = {"prompt": "\nOnce upon a time", "max_tokens": 12, "temperature": 0}
 class Server:
     """A running `python -m MODULE *argv --port PORT`; port 0 is any free one, known once it is ready."""
 
-    def __init__(self, *argv: str, module: str = "sparkrt.serve", port: int = 0) -> None:
+    def __init__(self, *argv: str, module: str = "sparkrt.serve", port: int = 0, key: str = "") -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._log = tempfile.NamedTemporaryFile(prefix="sparkrt-server-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *argv, "--port", str(port)],
@@ -39,6 +41,13 @@ class Server:
         self.summary = ""
 
     def wait_ready(self) -> Server:
+        """Wait until it can answer."""
+        self.wait_listening()
+        self.model = self.get("/v1/models")["data"][0]["id"]
+        self._control = self.control()
+        return self
+
+    def wait_listening(self) -> None:
         """Read what it prints until it says where it is."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -46,15 +55,24 @@ class Server:
             if found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", line):
                 self.port = int(found[1])
                 self.url = f"http://127.0.0.1:{self.port}"
-                self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-                self.model = self.get("/v1/models")["data"][0]["id"]
-                self._control = self.control()
-                return self
+                self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, headers=self._headers)
+                return
         raise AssertionError(f"exit {self.process.wait()} instead of a server:\n{self.summary}\n{self.log}")
 
     @property
     def log(self) -> str:
         return Path(self._log.name).read_text(encoding="utf-8")
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, by name with the labels that are not the same everywhere."""
+        response = self.http.get("/metrics")
+        assert response.status_code == 200
+        found = dict[str, float]()
+        for family in text_string_to_metric_families(response.text):
+            for sample in family.samples:
+                labels = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
+                found[sample.name + "".join(f"{{{value}}}" for value in labels.values())] = sample.value
+        return found
 
     def get(self, path: str) -> Any:
         response = self.http.get(path)
@@ -121,8 +139,8 @@ class Server:
 
 
 @contextmanager
-def running(*argv: str, module: str = "sparkrt.serve") -> Iterator[Server]:
-    server = Server(*argv, module=module)
+def running(*argv: str, module: str = "sparkrt.serve", key: str = "") -> Iterator[Server]:
+    server = Server(*argv, module=module, key=key)
     try:
         yield server.wait_ready()
     finally:

@@ -1,0 +1,94 @@
+"""Metrics and keys (kind O of the cases)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from sparkrt.serve.cli import parse
+from tests.serve.harness import Server, running
+from tests.serve.test_disconnects import LONG, send, wait_running
+
+CHAT = "/v1/chat/completions"
+
+
+def test_what_is_counted(tiny: Server) -> None:
+    before, answer = tiny.metrics(), tiny.complete(prompt="Once upon a time", max_tokens=7, temperature=0, n=2)
+    after = {name: value - before[name] for name, value in tiny.metrics().items() if name in before}
+    assert answer["usage"]["completion_tokens"] == 14
+    assert after["sparkrt:request_success_total{length}"] == 2
+    assert after["sparkrt:generation_tokens_total"] == 14
+    assert after["sparkrt:time_to_first_token_seconds_count"] == 2
+    assert after["sparkrt:inter_token_latency_seconds_count"] == 12
+    assert after["sparkrt:request_time_per_output_token_seconds_count"] == 2
+    assert after["sparkrt:e2e_request_latency_seconds_count"] == 2
+    assert after["sparkrt:request_generation_tokens_sum"] == 14
+    assert after["sparkrt:request_prompt_tokens_sum"] == 2 * answer["usage"]["prompt_tokens"]
+    assert after["sparkrt:steps_total"] >= 7
+    assert 0 < after["sparkrt:step_host_seconds_total"] < after["sparkrt:step_seconds_total"]
+    assert "sparkrt:inter_token_latency_seconds_bucket{0.001}" in before
+    text = tiny.http.get("/metrics").text
+    assert 'sparkrt:num_requests_running{engine="0",model_name="sparkrt-tiny"}' in text
+
+
+def test_gauges_come_back_when_everybody_goes(tiny: Server) -> None:
+    """O01, O03: counters only grow, and strangers' model names are no labels."""
+    tiny.wait_idle()
+    before = tiny.metrics()
+    connections = [send(tiny, {**LONG, "stream": True}) for _ in range(6)]
+    wait_running(tiny, 6)
+    busy = tiny.metrics()
+    assert busy["sparkrt:num_requests_running"] == 6
+    assert 0 < busy["sparkrt:kv_cache_usage_perc"] <= 1
+    for connection in connections:
+        connection.close()
+    tiny.wait_idle()
+    tiny.post(CHAT, {"model": "made-up", "messages": [{"role": "user", "content": "hi"}]}, 404)
+    after = tiny.metrics()
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_cache_usage_perc"):
+        assert after[f"sparkrt:{name}"] == 0
+    assert after["sparkrt:request_success_total{abort}"] == before["sparkrt:request_success_total{abort}"] + 6
+    assert all(after[name] >= value for name, value in before.items() if name.endswith(("_total", "_count")))
+    assert "made-up" not in tiny.http.get("/metrics").text
+
+
+def test_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("from-file\nand-another\n", encoding="utf-8")
+    argv = ["--api-key", "one", "zwei-ü", "--api-key-file", str(file), "--allowed-origins", '["*"]']
+    server = Server(*argv, module="tests.serve.fake_engine")
+    try:
+        server.wait_listening()
+        for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/nothing", CHAT):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic one"}, {"x-api-key": ""}):
+                response = server.http.request("POST" if path == CHAT else "GET", path, headers=headers, content=b"x" * 10)
+                error = response.json()["error"]
+                assert (response.status_code, error["code"]) == (401, "invalid_api_key")
+                assert error["type"] == "AuthenticationError"
+        assert server.http.get("/health").status_code == 200
+        origin = {"origin": "http://a.example", "access-control-request-method": "POST"}
+        assert server.http.options(CHAT, headers=origin).status_code == 200
+        for key in ("one", "zwei-ü", "from-file", "and-another"):
+            for header in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                encoded = {name.encode(): value.encode() for name, value in header.items()}
+                assert server.http.get("/v1/models", headers=encoded).status_code == 200
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0) as client:
+            assert client.models.list().data
+            with pytest.raises(openai.AuthenticationError):
+                client.with_options(api_key="two").models.list()
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("argv", [["--api-key", ""], ["--api-key-file", "/nowhere"], ["--api-key-file", "/dev/null"]])
+def test_keys_that_are_none(argv: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv)
+
+
+def test_no_keys_no_questions(fake: Server) -> None:
+    assert fake.http.get("/v1/models", headers={"authorization": "Bearer anything"}).status_code == 200
+    with running("--api-key", "k", module="tests.serve.fake_engine", key="k") as server:
+        server.check_alive()
