@@ -21,7 +21,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "host", "cuda")
 BLOCK_SIZES = (16, 32, 64)
+SCHEDULING_POLICIES = ("fcfs", "priority")
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "load_format": LOAD_FORMATS, "block_size": BLOCK_SIZES}
+_CHOICES |= {"scheduling_policy": SCHEDULING_POLICIES}
 _COUNTS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes")
 # What scripts for other engines pass and we can ignore as long as it asks for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), (None, 1))
@@ -57,6 +59,9 @@ class EngineConfig:
     enforce_eager: bool = False
     batch_invariant: bool = False
     async_scheduling: bool | None = None  # launch a step before the last is read; None: on a GPU
+    scheduling_policy: str = "fcfs"  # or "priority": requests of a lower `priority` first, others give way
+    max_num_queued_reqs: int | None = None  # that may wait, beyond those that run; None: any number
+    request_timeout: float | None = None  # s from arrival to the last token; a request that takes longer ends with an error
     debug: bool | None = None  # check integrity whenever the engine is idle; None: if SPARKRT_DEBUG is set
 
     def __post_init__(self) -> None:
@@ -70,6 +75,10 @@ class EngineConfig:
                     raise LoadError(f"{name} must be a positive number, got {value!r}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise LoadError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.request_timeout is not None and not self.request_timeout > 0.0:
+            raise LoadError(f"request_timeout must be a number of seconds above 0, got {self.request_timeout}")
+        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 0:
+            raise LoadError(f"max_num_queued_reqs must be 0 or more, got {self.max_num_queued_reqs}")
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

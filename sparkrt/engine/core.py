@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from sparkrt.engine.config import EngineConfig
+from sparkrt.engine.job import Job, Limits, Plan, Slice
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob
 from sparkrt.engine.params import check_prompt_ids
-from sparkrt.engine.scheduler import Job, Limits, Plan, Scheduler, Slice
-from sparkrt.errors import EngineFatal, RequestError
+from sparkrt.engine.scheduler import Scheduler
+from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
 from sparkrt.model.model import Model
 from sparkrt.text.grammar import Grammars, Matcher
@@ -41,21 +43,23 @@ class EngineCore:
         self.grammars = grammars
         o = model.options
         limits = Limits(o.max_num_seqs, model.num_blocks, o.page_size, o.max_num_batched_tokens, o.prompt_logit_rows)
-        self.model, self.config, self.scheduler = model, config, Scheduler(limits)
+        self.model, self.config, self.scheduler = model, config, Scheduler(limits, config.scheduling_policy == "priority")
         self._on_close = on_close
         self._requests: dict[str, Job] = {}
+        self._deadlines: deque[Job] = deque()  # in order
         self._outbox: list[EngineOutput] = []
         self._in_flight: tuple[int, Plan] | None = None
         self._seeds = random.Random(config.seed)
         self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
         self._waited = 0.0  # s
         self._stepping = False
+        self._resting = False  # the last step had nothing to run and nothing to read
         self._forgotten: list[Job] = []  # of decode loops that were collected as garbage during a step
         self._closed = False
         self._fatal: EngineFatal | None = None
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError (nothing changed) if it can never run."""
+        """Queue a request. Raises RequestError if it can never run, CapacityError if too many wait; nothing is changed then."""
         self._check_alive()
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -63,12 +67,22 @@ class EngineCore:
         if len(ids) + request.max_tokens > context:
             text = f"prompt ({len(ids)} tokens) + max_tokens ({request.max_tokens}) exceed the context of {context}"
             raise RequestError(text, param="max_tokens", code="context_length_exceeded")
+        if request.priority and self.config.scheduling_policy != "priority":
+            raise RequestError('priority needs the scheduling policy "priority"', param="priority")
         job = self._job(request, self._outbox)
         if request.max_tokens == 0 and not job.scored:  # nothing is asked of the model
             self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason="length"))
             return
         self.scheduler.add(job)
         self._requests[job.request_id] = job
+        if (limit := self.config.max_num_queued_reqs) is not None:
+            self._admit()
+            if len(self.scheduler.waiting) > limit and job.seq is None and not job.finished:
+                self._forget(job)
+                raise CapacityError(f"the queue is full: {limit} requests may wait")
+        if (timeout := self.config.request_timeout) is not None:
+            job.deadline = perf_counter() + timeout
+            self._deadlines.append(job)
 
     def _job(self, request: EngineRequest, outbox: list[EngineOutput]) -> Job:
         job = Job(request, outbox)
@@ -93,7 +107,7 @@ class EngineCore:
     @property
     def stalled(self) -> bool:
         """Whether requests wait and nothing of the engine's own will make room: decode loops hold it."""
-        return len(self._requests) == len(self.scheduler.waiting) > 0 and self._in_flight is None
+        return bool(self._requests) and self._resting
 
     def step(self, outbox: list[EngineOutput] | None = None) -> list[EngineOutput]:
         """Run one step, of requests or of the decode loop with this `outbox`; returns their news. EngineFatal once broken."""
@@ -102,10 +116,14 @@ class EngineCore:
         forgotten, self._forgotten = self._forgotten, []
         self.close_loop(forgotten)
         self._stepping = True
+        while self._deadlines and (self._deadlines[0].finished or self._deadlines[0].deadline <= began):
+            if not (job := self._deadlines.popleft()).finished:
+                self._end(job, "timeout", error=f"the request was not done within {self.config.request_timeout:g} s")
         try:
             if self._in_flight is not None and self._in_flight[1].jobs[0].outbox is not outbox:
                 self.settle()  # at most one step runs ahead
             launched = self._launch(outbox)
+            self._resting = launched is None and self._in_flight is None
             if self.config.async_scheduling:  # from here until the next step, the host is one step behind
                 launched, self._in_flight = self._in_flight, launched
             if launched is not None:
@@ -124,8 +142,9 @@ class EngineCore:
 
     def _launch(self, outbox: list[EngineOutput]) -> tuple[int, Plan] | None:
         """Admit, plan and enqueue the next step. A failure ends the requests of that step and nothing else."""
-        while outbox is self._outbox and (job := self.scheduler.admit()) is not None:
-            self._start(job)
+        if outbox is self._outbox:
+            self._make_room()
+            self._admit()
         if not (plan := self.scheduler.plan(outbox)):
             return None
         if plan.prefill and outbox is not self._outbox:
@@ -134,7 +153,7 @@ class EngineCore:
             batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
             for part in plan.prefill:
                 assert part.job.seq is not None
-                tokens = np.array(part.job.message.prompt_ids[part.start : part.stop], np.int32)
+                tokens = np.array(part.job.ids[part.start : part.stop], np.int32)
                 batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, _targets(part)))
             began = perf_counter()
             handle = self.model.launch(batch)
@@ -144,15 +163,36 @@ class EngineCore:
             return None
         self.scheduler.launched(plan)
         self._stats.steps += 1
-        self._stats.prompt_tokens += sum(part.stop - part.start for part in plan.prefill)
+        for job, _, stop, _ in plan.prefill:  # what is computed again after a preemption does not count again
+            self._stats.prompt_tokens += max(min(stop, job.prompt) - job.counted, 0)
+            job.counted = max(job.counted, stop)
         return handle, plan
 
-    def _start(self, job: Job) -> None:
-        try:
-            job.seq = self.model.new_sequence(self._sampler_params(job.message), job.prompt + job.max_tokens)
-            _fill(job)
-        except BaseException as error:
-            self._fail([job], error)
+    def _make_room(self) -> None:
+        """Give blocks to rows that need one, and let go of those that were preempted for it."""
+        preempted, grown = self.scheduler.make_room()
+        for job in preempted:
+            self._release(job)
+        for job in grown:
+            try:
+                assert job.seq is not None
+                self.model.grow(job.seq, self._capacity(job))
+            except BaseException as error:
+                self._fail([job], error)
+
+    def _admit(self) -> None:
+        while (job := self.scheduler.admit()) is not None:
+            try:
+                job.params = job.params or self._sampler_params(job.message)  # after a preemption, with the seed it had
+                job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted)
+                _fill(job)
+                if job.matcher is not None and job.matcher.stopped:  # nothing may follow the token it was preempted after
+                    self._end(job, "error" if job.matcher.error else "stop", error=job.matcher.error or None)
+            except BaseException as error:
+                self._fail([job], error)
+
+    def _capacity(self, job: Job) -> int:
+        return min(job.blocks * self.model.options.page_size, job.life)
 
     def _collect(self, handle: int, plan: Plan) -> None:
         """Read a step and tell its news, and let go of what nothing in flight uses any more."""
@@ -172,13 +212,14 @@ class EngineCore:
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
             for job, _, stop, _ in plan.prefill:
-                if stop == job.prompt and job.max_tokens == 0 and not job.finished:
+                if stop == job.target and job.max_tokens == 0 and not job.finished:
                     self._end(job, "length", prompt_logprobs=job.prompt_logprobs)
         except BaseException as error:
             self._fail(plan.jobs, error)
 
     def _emit(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
         job.emitted += 1
+        job.answer.append(token)
         self._stats.generation_tokens += 1
         output = EngineOutput(request_id=job.request_id, token_ids=[token])
         if job.scored and job.emitted == 1:
@@ -205,10 +246,13 @@ class EngineCore:
         """After the last output, slot and blocks go back: now, or when the last step in flight is collected."""
         job.outbox.append(output)
         if output.finish_reason is not None:
-            if job.outbox is self._outbox:
-                del self._requests[job.request_id]
-            if self.scheduler.finish(job):
-                self._release(job)
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        if job.outbox is self._outbox:
+            del self._requests[job.request_id]
+        if self.scheduler.finish(job):
+            self._release(job)
 
     def _sampler_params(self, r: EngineRequest) -> SamplerParams:
         values: dict[str, Any] = {name: getattr(r, name) for name in _SAME} | {"stop_ids": tuple(r.stop_token_ids)}
@@ -263,7 +307,8 @@ class EngineCore:
         try:
             for job in jobs:
                 self.scheduler.claim(job)
-                self._start(job)
+                job.seq = self.model.new_sequence(self._sampler_params(job.message), job.life)
+                _fill(job)
         except BaseException:
             self.close_loop(jobs)
             raise
@@ -282,6 +327,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         stats, waiting = self._stats, len(self.scheduler.waiting)
         stats.running, stats.waiting = len(self._requests) - waiting, waiting
+        stats.preemptions = self.scheduler.preemptions
         stats.free_blocks, stats.free_slots = self.scheduler.free_blocks, self.scheduler.free_slots
         return stats
 
@@ -314,9 +360,8 @@ class EngineCore:
 
 
 def _fill(job: Job) -> None:
-    """Write which tokens its grammar allows next."""
-    if job.matcher is not None:
-        assert job.seq is not None
+    """Write which tokens its grammar allows next. One that was just preempted gets it when it comes back."""
+    if job.matcher is not None and job.seq is not None:
         assert job.seq.mask is not None
         job.matcher.fill(job.seq.mask)
 

@@ -12,11 +12,11 @@ from typing import Any, Self, TypeAlias, overload
 
 from sparkrt.engine.answer import Answer
 from sparkrt.engine.config import EngineConfig, Progress
+from sparkrt.engine.job import Job
 from sparkrt.engine.loading import load
 from sparkrt.engine.messages import EngineOutput, EngineRequest
 from sparkrt.engine.outputs import RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
-from sparkrt.engine.scheduler import Job
 from sparkrt.errors import CapacityError, RequestError, SparkrtError
 from sparkrt.text.template import check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
@@ -55,14 +55,20 @@ class LLM:
         return SamplingParams.from_optional(self.info.sampling_defaults)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order, computed together. RequestError before anything runs, if one cannot be.
 
         Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each its own.
+        `priority` has one number for each prompt: lower ones go first (`scheduling_policy="priority"`).
         """
         todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts) else prompts
-        return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm)
+        return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -120,15 +126,23 @@ class LLM:
             raise RequestError(f"a prompt is {forms}, got {type(given).__name__}", param="prompt")
         return None, given
 
-    def _generate(self, prompts: list[tuple[str | None, Ids]], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(
+        self,
+        prompts: list[tuple[str | None, Ids]],
+        sampling_params: Params,
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling_params", param="sampling_params")
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        for name, given in (("sampling_params", each), ("priority", ranks)):
+            if len(given) != len(prompts):
+                raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
         results, requests, answers = list[RequestOutput](), list[EngineRequest](), dict[str, Answer]()
-        for (text, ids), chosen in zip(prompts, each, strict=True):
+        for (text, ids), chosen, rank in zip(prompts, each, ranks, strict=True):
             name = str(next(self._ids))
-            made = to_requests(ids, chosen, self.info, f"llm-{name}")
+            made = to_requests(ids, chosen, self.info, f"llm-{name}", priority=rank)
             results.append(RequestOutput(name, text, made[0].prompt_ids))
             requests += made
             for index, request in enumerate(made):
@@ -150,8 +164,9 @@ class LLM:
                     answer = answers.get(out.request_id)
                     if answer is None:
                         continue  # the echo of an abort, or somebody else's
-                    if out.finish_reason == "error":
-                        raise SparkrtError(f"request {answer.result.request_id} failed: {out.error}")
+                    if out.error is not None:
+                        kind = CapacityError if out.finish_reason == "timeout" else SparkrtError
+                        raise kind(f"request {answer.result.request_id} failed: {out.error}")
                     answer.feed(out, perf_counter() - began)
                     report(len(out.token_ids), answer.result.finished)
                     if answer.finished:

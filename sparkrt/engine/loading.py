@@ -12,9 +12,9 @@ from sparkrt.cache.paged import KvGroup
 from sparkrt.cache.state import StateDims, StatePlan
 from sparkrt.engine.config import EngineConfig, Progress, load_text
 from sparkrt.engine.core import EngineCore
+from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
 from sparkrt.engine.params import SamplingParams
-from sparkrt.engine.scheduler import CHUNK
 from sparkrt.errors import LoadError, RequestError
 from sparkrt.model.build import build_model
 from sparkrt.model.checkpoint import Checkpoint, bundled_model, open_checkpoint

@@ -26,6 +26,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     grammar: tuple[str, str] | None = None  # that the answer must follow, and the field of the request that asked for it
+    priority: int = 0  # lower goes first, if the scheduling policy is "priority"
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -37,9 +38,9 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """News of one request after a step. `finish_reason` ∈ stop | length | abort | error, set exactly once, last.
+    """News of one request after a step. `finish_reason` ∈ stop | length | abort | timeout | error, set exactly once, last.
 
-    `stop_token` is the stop id that ended it (it is the last of `token_ids`). `error` explains finish_reason "error".
+    `stop_token` is the stop id that ended it (it is the last of `token_ids`). `error` explains "timeout" and "error".
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    preemptions: int = 0  # requests that had to give up their KV blocks and wait again
     step_seconds: float = 0.0
     host_seconds: float = 0.0
 

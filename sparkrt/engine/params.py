@@ -95,6 +95,7 @@ def to_requests(
     info: ModelInfo,
     request_id: str,
     grammar: tuple[str, str] | None = None,
+    priority: int | None = None,
 ) -> list[EngineRequest]:
     """`params.n` engine requests for one prompt, in index order, every default resolved against the model.
 
@@ -122,6 +123,7 @@ def to_requests(
         raise RequestError(f"{grammar[1]} and allowed_token_ids exclude each other", param=grammar[1])
     shared |= {"grammar": grammar, "prompt_ids": ids, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
     shared |= {"top_k": min(params.top_k, vocab), "stop_token_ids": stops}
+    shared["priority"] = 0 if priority is None else _number("priority", priority, -_MAX_INT, _MAX_INT)
     names = [request_id] if params.n == 1 else [f"{request_id}:{index}" for index in range(params.n)]
     seeds = (None if params.seed is None else child_seed(params.seed, index) for index in range(params.n))
     return [EngineRequest(**shared | {"request_id": name, "seed": seed}) for name, seed in zip(names, seeds, strict=True)]

@@ -1,133 +1,106 @@
 """Which tokens run in the next step: a pure state machine over plain data, which asks nothing of the model.
 
-A request waits until a state slot and the KV blocks of its whole life (prompt + max_tokens) are free, so that nothing admitted
-can run out of room later; requests are admitted in order of arrival and none overtakes. Each step carries every decoding
-request and, with what the token budget leaves, slices of several prompts. Counters say what was *planned*: with a step in
-flight they are one step ahead of what the host has read.
+Requests are admitted in order and none overtakes. One gets the blocks of its prompt at once and those of its answer one by one;
+what it will probably need is counted on beforehand, and where that was too little, a later one is preempted. Each step carries
+every decoding request that has room and, with what the token budget leaves, slices of several prompts. Counters say what was
+*planned*: with a step in flight they are one step ahead of what the host has read.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain, count
 
-from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
+from sparkrt.engine.admission import Forecast, Queue
+from sparkrt.engine.job import CHUNK, Job, Limits, Plan, Slice
+from sparkrt.engine.messages import EngineOutput
+from sparkrt.engine.preemption import IMMUNITY, victim_for, victims_of_rank
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from sparkrt.model.sequence import SequenceState
-from sparkrt.text.grammar import Matcher
 
-CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
-
-
-class Job:
-    """One request: how far it is, and what it owns. Counts are tokens."""
-
-    blocks = 0  # reserved
-    prefilled = 0  # prompt tokens planned
-    generated = 0  # sampled tokens planned
-    emitted = 0  # tokens read and told: lags `generated` by the steps in flight
-    in_flight = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
-    finished = False
-    served = -1  # the last step that gave it a fair share of prefill
-    seq: SequenceState | None = None  # from admission to the end
-    matcher: Matcher | None = None  # of the grammar that the answer must follow
-
-    def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
-        """Jobs that share an `outbox`, for their news, share steps."""
-        self.outbox, self.message, self.request_id = outbox, message, message.request_id
-        self.prompt, self.max_tokens = len(message.prompt_ids), message.max_tokens
-        self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
-        self.stop_ids = frozenset(message.stop_token_ids)
-        self.prompt_logprobs: list[Logprob | None] = [None]  # nothing precedes the first token
-
-    @property
-    def lags(self) -> bool:
-        """Whether its next step must wait until its last token was read: a grammar decides what may follow."""
-        return self.matcher is not None and self.emitted < self.generated
-
-
-class Slice(NamedTuple):
-    """Tokens [start, stop) of a job's prompt. `sample`: the last row yields the first token of the answer."""
-
-    job: Job
-    start: int
-    stop: int
-    sample: bool
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step: jobs that decode, slices of prompts."""
-
-    decode: list[Job] = field(default_factory=list)
-    prefill: list[Slice] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.decode or self.prefill)
-
-    @property
-    def jobs(self) -> list[Job]:
-        return self.decode + [part.job for part in self.prefill]
-
-    @property
-    def rows(self) -> list[Job]:
-        """Who gets a token, in order."""
-        return self.decode + [part.job for part in self.prefill if part.sample]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What there is: state slots, KV blocks of `block_size` tokens, tokens a step, prompt rows with logits a step."""
-
-    slots: int
-    blocks: int
-    block_size: int
-    budget: int
-    scored_rows: int
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+_LOOP = -(2**63)  # the priority of decode loops: before every request, so never preempted for one
 
 
 class Scheduler:
-    """See the module. Order of calls in a step: `admit` until None, `plan`, `launched(plan)`, later `collected(plan)`."""
+    """See the module. Calls in a step: `make_room`, `admit` until None, `plan`, `launched(plan)`, later `collected(plan)`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, by_priority: bool = False) -> None:
         self.limits, self.free_slots, self.free_blocks = limits, limits.slots, limits.blocks
-        self.waiting: OrderedDict[str, Job] = OrderedDict()
+        self.waiting, self.forecast = Queue(), Forecast(limits)
         self.admitted: set[Job] = set()  # holds a slot and blocks, finished ones still in flight included
+        self.preemptions = 0
+        self._by_priority = by_priority
         self._prefilling: dict[Job, None] = {}  # in order of admission
         self._decoding: dict[Job, None] = {}
-        self._step = 0
+        self._short: dict[Job, None] = {}  # decoding, and without a block for the next token
+        self._leaving: set[Job] = set()  # preempted and still in flight: they have to be in the queue before it moves on
+        self._promised = 0  # blocks reserved and not taken yet
+        self._arrivals, self._step = count(), 0
 
     def add(self, job: Job) -> None:
         """Queue a request. Raises RequestError at once when it could never run."""
-        job.blocks, room = self.limits.blocks_for(job.prompt + job.max_tokens), self.limits.blocks * self.limits.block_size
-        if job.blocks > self.limits.blocks:
+        if self.limits.blocks_for(job.life) > self.limits.blocks:
             numbers = f"prompt {job.prompt} + max_tokens {job.max_tokens}"
-            text = f"the request needs room for {job.prompt + job.max_tokens} tokens ({numbers}); the KV cache holds {room}"
+            room = self.limits.blocks * self.limits.block_size
+            text = f"the request needs room for {job.life} tokens ({numbers}); the KV cache holds {room}"
             raise RequestError(text, param="max_tokens", code="context_length_exceeded")
-        self.waiting[job.request_id] = job
+        job.order = (job.message.priority if self._by_priority else 0, next(self._arrivals))
+        self.waiting.add(job)
+
+    def make_room(self) -> tuple[list[Job], list[Job]]:
+        """Find a block for every row that is out of room and, by priority, room for the head of the queue.
+
+        Returns preempted jobs whose slot and blocks are free now, and jobs that got another block.
+        """
+        released, grown, coming = list[Job](), list[Job](), None
+        for job in sorted(self._short, key=lambda job: job.order):
+            if job.preempted:
+                continue
+            if not self.free_blocks:
+                coming = self._coming()[0] if coming is None else coming
+                if not coming and (victim := victim_for(job, chain(self._decoding, self._prefilling))) is not None:
+                    self.forecast.missed()
+                    released += (gone := self._preempt(victim))
+                    coming = 0 if gone else victim.blocks
+                if not self.free_blocks:
+                    coming = max(coming - 1, 0)  # the row sits this step out
+                    continue
+            self._take(job, 1)
+            del self._short[job]
+            grown.append(job)
+        if self._by_priority and (head := self.waiting.head) is not None and not self._leaving:
+            reserve, (blocks, slots) = self._demand(head)[1], self._coming()
+            missing = reserve - (self.free_blocks - self._promised) - blocks
+            for victim in victims_of_rank(head, chain(self._decoding, self._prefilling), missing, 1 - self.free_slots - slots):
+                released += self._preempt(victim)
+        return released, grown
 
     def admit(self) -> Job | None:
-        """The longest waiting request, its slot and blocks now reserved; None when there is none or no room for it."""
-        job = next(iter(self.waiting.values()), None)
-        if job is None or self.free_slots < 1 or job.blocks > self.free_blocks:
+        """The first waiting request, its slot and the blocks of its prompt now taken; None when there is none or no room for it.
+
+        It must fit beside what the others will need, unless it is the only one: something always runs.
+        """
+        job = self.waiting.head
+        if job is None or self.free_slots < 1 or self._leaving:
             return None
-        self.claim(self.waiting.pop(job.request_id))
+        need, reserve = self._demand(job)
+        fits = reserve <= self.free_blocks - self._promised
+        if not fits and (need > self.free_blocks or any(other.order[0] != _LOOP for other in self.admitted)):
+            return None
+        self.waiting.remove(job)
+        self._enter(job, need, reserve)
         return job
 
     def claim(self, job: Job) -> None:
-        """Admit past the queue, where decode loops do not wait. Raises CapacityError when there is no room now."""
-        job.blocks = self.limits.blocks_for(job.prompt + job.max_tokens)
-        if self.free_slots < 1 or job.blocks > self.free_blocks:
-            free = f"{self.free_slots} of {self.limits.slots} slots and {self.free_blocks} of {self.limits.blocks} KV blocks"
-            raise CapacityError(f"no room now: {free} are free, 1 and {job.blocks} are needed")
-        self.free_slots -= 1
-        self.free_blocks -= job.blocks
-        self.admitted.add(job)
-        self._prefilling[job] = None
+        """Admit past the queue with room for its whole life: decode loops do not wait. CapacityError if there is none now."""
+        job.order, blocks, free = (
+            (_LOOP, next(self._arrivals)),
+            self.limits.blocks_for(job.life),
+            self.free_blocks - self._promised,
+        )
+        if self.free_slots < 1 or blocks > free:
+            text = f"{self.free_slots} of {self.limits.slots} slots and {max(free, 0)} of {self.limits.blocks} KV blocks"
+            raise CapacityError(f"no room now: {text} are free, 1 and {blocks} are needed")
+        job.order = (_LOOP, next(self._arrivals))
+        self._enter(job, blocks, blocks)
 
     def plan(self, outbox: list[EngineOutput]) -> Plan:
         """What the next step of these jobs should run; only which is served next changes, so a failed launch needs no undoing.
@@ -136,20 +109,22 @@ class Scheduler:
         long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
         least one chunk runs in every step, even under a budget smaller than that.
         """
-        plan = Plan([job for job in self._decoding if job.outbox is outbox and not job.lags])
+        plan, short = Plan([job for job in self._decoding if job.outbox is outbox and not job.lags]), self._short
+        if short:
+            plan.decode = [job for job in plan.decode if job not in short]
         prompts = [job for job in self._prefilling if job.outbox is outbox]
         if not prompts:
             return plan
         budget, scored_rows = max(self.limits.budget - len(plan.decode), CHUNK), self.limits.scored_rows
-        nearest = sorted(prompts, key=lambda job: job.prompt - job.prefilled)
+        nearest = sorted(prompts, key=lambda job: (job.order[0], job.target - job.prefilled))
         stops: dict[Job, int] = {}
         self._step += 1
 
         def grant(job: Job, tokens: int) -> int:
             nonlocal scored_rows
             start = stops.get(job, job.prefilled)
-            stop = min(start + (min(tokens, scored_rows) if job.scored else tokens), job.prompt)
-            if stop < job.prompt:
+            stop = min(start + (min(tokens, scored_rows) if job.scored else tokens), job.target)
+            if stop < job.target:
                 stop -= stop % CHUNK
             if stop <= start:
                 return 0
@@ -162,7 +137,7 @@ class Scheduler:
             if not job.scored:  # rows of logits are scarce: only the even half hands them out fairly
                 left -= grant(job, left - budget // 2)
         share = max(left // len(nearest), CHUNK)
-        for job in sorted(prompts, key=lambda job: job.served):
+        for job in sorted(prompts, key=lambda job: (job.order[0], job.served)):
             if granted := grant(job, min(share, left)):
                 left -= granted
                 job.served = self._step
@@ -170,7 +145,7 @@ class Scheduler:
             left -= grant(job, left)
         for job in prompts:
             if stop := stops.get(job):
-                plan.prefill.append(Slice(job, job.prefilled, stop, stop == job.prompt and job.max_tokens > 0))
+                plan.prefill.append(Slice(job, job.prefilled, stop, stop == job.target and job.max_tokens > 0))
         return plan
 
     def launched(self, plan: Plan) -> None:
@@ -178,41 +153,35 @@ class Scheduler:
         for job in plan.decode:
             job.in_flight += 1
             job.generated += 1
-            if job.generated == job.max_tokens:
-                del self._decoding[job]
+            if job.generated >= job.room:
+                self._at_edge(job)
         for job, _, stop, sample in plan.prefill:
             job.in_flight += 1
             job.prefilled = stop
             job.generated += sample
-            if stop == job.prompt:
+            if stop == job.target:
                 del self._prefilling[job]
                 # Its first token is not read yet; the device feeds it to the decode row of the next step.
-                if job.generated < job.max_tokens:
-                    self._decoding[job] = None
+                self._decoding[job] = None
+                if job.generated >= job.room:
+                    self._at_edge(job)
 
     def collected(self, plan: Plan) -> list[Job]:
-        """The step was read. Returns the finished jobs that no step carries any more: their resources are free now."""
+        """The step was read. Returns the ended and preempted jobs that no step carries any more: what they had is free now."""
         for job in (jobs := plan.jobs):
             job.in_flight -= 1
-        return [job for job in jobs if job.finished and self._released(job)]
+        return [job for job in jobs if (job.finished or job.preempted) and self._released(job)]
 
     def finish(self, job: Job) -> bool:
         """The request ended. True if its resources were held and are free now; in flight, they will be `collected`."""
         job.finished = True
-        self._prefilling.pop(job, None)
-        self._decoding.pop(job, None)
+        if job.emitted:
+            self.forecast.learn(job)
+        self._retire(job)
         if job in self.admitted:
             return self._released(job)
-        del self.waiting[job.request_id]
+        self.waiting.remove(job)
         return False
-
-    def _released(self, job: Job) -> bool:
-        if job.in_flight:
-            return False
-        self.admitted.remove(job)
-        self.free_slots += 1
-        self.free_blocks += job.blocks
-        return True
 
     def check_integrity(self) -> None:
         """free + owned = total, for slots and blocks; cursors in range."""
@@ -221,11 +190,72 @@ class Scheduler:
         for what, free, owned, total in (slots, blocks):
             if free < 0 or free + owned != total:
                 raise EngineFatal(f"scheduler: {free} free + {owned} owned {what}, {total} in all")
+        if (promised := sum(job.reserved - job.blocks for job in self.admitted)) != self._promised:
+            raise EngineFatal(f"scheduler: {promised} blocks are promised, {self._promised} counted")
         for job in self.admitted:
-            tokens = job.prefilled + job.generated
+            tokens = max(job.prefilled, job.prompt + job.generated - 1 if job.prefilled == job.target else 0)
             if not 0 <= tokens <= job.blocks * self.limits.block_size or job.in_flight < 0:
                 raise EngineFatal(f"scheduler: {job.request_id} is at token {tokens} of {job.blocks} blocks")
-            if job.finished and not job.in_flight:
-                raise EngineFatal(f"scheduler: {job.request_id} finished and still owns a slot")
-        if any(job.finished or job in self.admitted for job in self.waiting.values()):
+            if (job.finished or job.preempted) and not job.in_flight:
+                raise EngineFatal(f"scheduler: {job.request_id} has to go and still owns a slot")
+        if any(job.finished or job.blocks or job in self.admitted for job in self.waiting):
             raise EngineFatal("scheduler: a request waits although it was admitted or ended")
+
+    def _demand(self, job: Job) -> tuple[int, int]:
+        """Blocks that a waiting job needs to begin, and those to count on for it."""
+        if job.preempted:
+            job.restart()
+        need = self.limits.blocks_for(min(job.target + 1, job.life))
+        return need, max(need, self.forecast.blocks(job))
+
+    def _enter(self, job: Job, blocks: int, reserved: int) -> None:
+        self.free_slots -= 1
+        self.admitted.add(job)
+        self._prefilling[job] = None
+        job.reserved = reserved
+        self._promised += reserved
+        self._take(job, blocks)
+
+    def _take(self, job: Job, blocks: int) -> None:
+        self.free_blocks -= blocks
+        job.blocks += blocks
+        beyond = max(job.blocks - job.reserved, 0)
+        job.reserved += beyond
+        self._promised -= blocks - beyond
+        job.room = min(job.max_tokens, job.blocks * self.limits.block_size - job.prompt + 1)
+
+    def _at_edge(self, job: Job) -> None:
+        if job.generated == job.max_tokens:
+            del self._decoding[job]
+        else:
+            self._short[job] = None
+
+    def _coming(self) -> tuple[int, int]:
+        """Blocks and slots that come back when the steps in flight are read."""
+        gone = [job for job in self.admitted if job not in self._decoding and job not in self._prefilling]
+        return sum(job.blocks for job in gone), len(gone)
+
+    def _preempt(self, job: Job) -> list[Job]:
+        """Take a job out of the running; it is returned if its slot and blocks are free at once."""
+        self.preemptions += 1
+        job.preempted, job.immune = True, job.generated + IMMUNITY
+        self._leaving.add(job)
+        self._retire(job)
+        return [job] if self._released(job) else []
+
+    def _retire(self, job: Job) -> None:
+        for jobs in (self._prefilling, self._decoding, self._short):
+            jobs.pop(job, None)
+
+    def _released(self, job: Job) -> bool:
+        if job.in_flight:
+            return False
+        self.admitted.remove(job)
+        self._leaving.discard(job)
+        self.free_slots += 1
+        self.free_blocks += job.blocks
+        self._promised -= job.reserved - job.blocks
+        job.blocks = job.reserved = 0
+        if not job.finished:
+            self.waiting.add(job)
+        return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from sparkrt.model.results import ResultBuffers, ResultLayout
 from sparkrt.model.sequence import Needs, SequenceState, SlotTable
 from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, padded_batch_n
 from sparkrt.ops.sampling import MARK_PROMPT
+from sparkrt.ops.sampling_rules import PROMPT_BIT
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import Event
 from sparkrt.runtime.comm import SoloComm
@@ -79,7 +80,10 @@ class Model(Protocol):
     def free_blocks(self) -> int: ...
     @property
     def free_slots(self) -> int: ...
-    def new_sequence(self, params: SamplerParams, total_tokens: int) -> SequenceState: ...
+    def new_sequence(
+        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+    ) -> SequenceState: ...
+    def grow(self, seq: SequenceState, total_tokens: int) -> None: ...
     def launch(self, batch: ForwardBatch) -> int: ...
     def collect(self, handle: int) -> MixedBatchResult: ...
     def fork(self, seq: SequenceState) -> SequenceState: ...
@@ -156,8 +160,13 @@ class HybridModel:
         return self._graphs.captures
 
     # --- sequences --------------------------------------------------------------------------------------------------------
-    def new_sequence(self, params: SamplerParams, total_tokens: int) -> SequenceState:
-        """A sequence with a slot and pages for `total_tokens`. Raises CapacityError, changing nothing, when either is short."""
+    def new_sequence(
+        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+    ) -> SequenceState:
+        """A sequence with a slot and pages for `total_tokens`. Raises CapacityError, changing nothing, when either is short.
+
+        One that goes on after the last `generated` tokens of its `history` draws and is penalized as if it had never paused.
+        """
         if total_tokens > self.options.max_model_len:
             raise CapacityError(f"{total_tokens} tokens exceed the model length {self.options.max_model_len}")
         guard = self.states.acquire()
@@ -167,11 +176,41 @@ class HybridModel:
         except BaseException:
             guard.release()
             raise
-        return self._adopt(SequenceState(guard, blocks, params, total_tokens, needs=Needs.of(params)))
+        seq = SequenceState(guard, blocks, params, total_tokens, generated=generated, needs=Needs.of(params))
+        try:
+            self._adopt(seq)
+            if generated and seq.needs & Needs.COUNTS:
+                self._count(seq, history)
+        except BaseException:
+            self.release(seq)
+            raise
+        return seq
+
+    def _count(self, seq: SequenceState, history: Sequence[int]) -> None:
+        """What its prompt has and how often it generated which token: no prefill will say."""
+        counts, answer = np.zeros(self.config.vocab_size, np.int32), len(history) - seq.generated
+        counts[np.array(history[:answer], np.int64)] = PROMPT_BIT
+        np.add.at(counts, np.array(history[answer:], np.int64), 1)
+        self._backend.copy_h2d(self._sampler.counts.rows(seq.slot, seq.slot + 1).ptr, counts)
+        seq.counted = True
+
+    def grow(self, seq: SequenceState, total_tokens: int) -> None:
+        """More pages, for `total_tokens`: what is new of its row of the device's block tables is uploaded before the next step.
+
+        Raises CapacityError, changing nothing, when pages are short.
+        """
+        first = len(seq.blocks.blocks)
+        seq.blocks.extend_to(total_tokens)
+        seq.capacity = total_tokens
+        row, last = self._table.blocks[seq.slot], len(seq.blocks.blocks)
+        row[first:last] = seq.blocks.blocks[first:]
+        if last > first:
+            ptr = self._tables.rows(seq.slot, seq.slot + 1).ptr.offset(first * row.itemsize)
+            self._backend.copy_h2d(ptr, row[first:last], self._ctx.stream)
 
     def _adopt(self, seq: SequenceState) -> SequenceState:
         """Write a sequence's rows of the device tables. Small copies at admission, none in the steps after it."""
-        self._table.assign(seq.slot, seq.blocks.blocks, seq.params)
+        self._table.assign(seq.slot, seq.blocks.blocks, seq.params, seq.generated)
         row = self._tables.rows(seq.slot, seq.slot + 1)
         self._backend.copy_h2d(row.ptr, self._table.blocks[seq.slot], self._ctx.stream)
         seq.mask = self._masks[seq.slot] if seq.params.masked else None
@@ -202,7 +241,6 @@ class HybridModel:
             old, new = (table.rows(s, s + 1) for s in (seq.slot, twin.slot))
             self._backend.copy_d2d(new.ptr, old.ptr, old.nbytes, self._ctx.stream)
         self._table.length[twin.slot] = seq.length
-        self._table.generated[twin.slot] = seq.generated
         return twin
 
     def snapshot(self, seq: SequenceState) -> Any:
@@ -275,7 +313,7 @@ class HybridModel:
             s, first = ctx.shape.slices, ctx.shape.decode
             ids = ctx.buffer("ids", ctx.tokens).rows(first, ctx.tokens)
             plan = ctx.plan
-            slots, starts = plan["prefill_slots"].rows(0, s), plan["prefill_starts"].rows(0, s)
+            slots, starts = plan["mark_slots"].rows(0, s), plan["prefill_starts"].rows(0, s)
             cu = plan["prefill_cu"].rows(0, s + 1)
             ctx.launch(MARK_PROMPT, self._sampler.counts, slots, ids, cu, starts)
         if n:

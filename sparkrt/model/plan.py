@@ -41,6 +41,7 @@ class PlanLimits:
             ("decode_slots", False, (r,)),
             ("decode_kv_len", False, (r,)),
             ("prefill_slots", False, (r,)),
+            ("mark_slots", False, (r,)),  # slots whose counts a slice marks; the dummy where there is nothing to mark
             ("prefill_starts", False, (r,)),
             ("prefill_kv_len", False, (r,)),
             ("prefill_cu", False, (r + 1,)),  # cumulative lengths of prefill slices, from 0

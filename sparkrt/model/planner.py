@@ -99,6 +99,7 @@ class Planner:
             host["positions"][at : at + n] = positions
             host["slot_map"][at : at + n] = seq.blocks.slots(p.start, p.start + n)
             host["prefill_slots"][i] = seq.slot
+            host["mark_slots"][i] = table.dummy if seq.counted else seq.slot
             host["prefill_starts"][i] = p.start
             host["prefill_kv_len"][i] = p.start + n
             at += n

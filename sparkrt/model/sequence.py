@@ -63,6 +63,7 @@ class SequenceState:
     adapter_id: int = 0
     needs: Needs = Needs.NOTHING
     mask: np.ndarray | None = None  # of `masked` params: uint32 bits, to be filled before every step that samples
+    counted: bool = False  # its counts are on the device already: its prompt is not to be marked
     aux: dict[str, Any] = field(default_factory=dict)  # per-layer auxiliary state (snapshot_aux / restore_aux)
     released: bool = False
 
@@ -87,13 +88,13 @@ class SlotTable:
         self._dummy_block = dummy_block
         self._fill_params(self.dummy, SamplerParams(temperature=0.0))
 
-    def assign(self, slot: int, blocks: Sequence[int], params: SamplerParams) -> None:
-        """A new sequence takes `slot`."""
+    def assign(self, slot: int, blocks: Sequence[int], params: SamplerParams, generated: int = 0) -> None:
+        """A new sequence takes `slot`, after it `generated` this many tokens elsewhere."""
         row = self.blocks[slot]
         row[: len(blocks)] = blocks
         row[len(blocks) :] = self._dummy_block
         self.length[slot] = 0
-        self.generated[slot] = 0
+        self.generated[slot] = generated
         self._fill_params(slot, params)
 
     def _fill_params(self, slot: int, p: SamplerParams) -> None:

@@ -15,7 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparkrt.engine.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig, load_engine, load_text
+from sparkrt.engine.config import (
+    BLOCK_SIZES,
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+    load_engine,
+    load_text,
+)
 from sparkrt.engine.params import MAX_LOGPROBS
 from sparkrt.errors import LoadError
 from sparkrt.text.reasoning import PARSERS
@@ -59,7 +68,6 @@ class ServeArgs:
     tool_call_parser: str = "auto"  # as the chat template shows calls
     reasoning_parser: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
-    max_num_queued_reqs: int | None = None
     stream_interval: int = 1
     shutdown_timeout: float = 5.0
     enable_log_requests: bool = False
@@ -127,7 +135,6 @@ def _build() -> argparse.ArgumentParser:
     add("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     add("--port", type=_port, help="port (default: 8000; 0 picks a free one and prints it)")
     add("--served-model-name", dest="names", nargs="+", metavar="NAME", help="names the model answers to; the first is echoed")
-    add("--max-num-queued-reqs", type=_natural, metavar="N", help="answer 503 when more sequences wait (default: no limit)")
     add("--stream-interval", type=_positive, metavar="N", help="tokens per streamed chunk (default: 1)")
     add("--max-logprobs", type=_logprobs, metavar="N", help=f"most alternatives of a token (default: {MAX_LOGPROBS})")
     add("--allowed-origins", type=_strings, metavar="JSON", help="CORS origins, for example '[\"*\"]' (default: none)")
@@ -165,6 +172,9 @@ def _build() -> argparse.ArgumentParser:
     add("--batch-invariant", action="store_true", help="one reduction order whatever the batch")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="launch a step before the last is read")
     add("--tensor-parallel-size", "-tp", "--tp-size", metavar="N", help="1 is all there is yet")
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")
+    add("--max-num-queued-reqs", type=_natural, metavar="N", help="answer 503 when more sequences wait (default: no limit)")
+    add("--request-timeout", type=_seconds, metavar="S", help="seconds until a request ends with an error (default: no limit)")
     add("--kv-cache-dtype", metavar="DTYPE", help="auto is all there is yet")
     add = parser.add_argument_group("accepted, without effect").add_argument
     for flag, (takes_value, why) in WITHOUT_EFFECT.items():  # the flag itself is remembered

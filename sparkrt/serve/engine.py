@@ -176,7 +176,6 @@ class EngineClient:
         self.error: EngineFatal | LoadError | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # the process has; `error` says why
         self.draining = False
-        self.max_requests: int | None = None  # sequences that may run or wait; None: any number
         self._on_loading = on_loading
         self._running: dict[str, Generation] = {}
         self._heard = time.monotonic()
@@ -214,14 +213,11 @@ class EngineClient:
         return time.monotonic() - self._heard if self.loaded.done() and self.error is None else 0.0
 
     def submit(self, requests: list[EngineRequest], generation: Generation) -> None:
-        """Send the sequences of one HTTP request. Raises CapacityError when shutting down or full, EngineFatal without engine."""
-        busy, most = len(self._running), self.max_requests
+        """Send the sequences of one HTTP request. Raises CapacityError when shutting down, EngineFatal without engine."""
         if self.error is not None:
             raise EngineFatal("the engine has stopped")
         if self.draining:
             raise CapacityError("the server is shutting down")
-        if most is not None and busy + len(requests) > most:
-            raise CapacityError(f"the queue is full: {busy} sequences run or wait, {most} may")
         self._running |= {request.request_id: generation for request in requests}
         self._send(ToEngine(add=requests))
 

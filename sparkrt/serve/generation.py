@@ -18,7 +18,7 @@ from sparkrt.engine.answer import Answer
 from sparkrt.engine.messages import EngineOutput
 from sparkrt.engine.outputs import Logprob, RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
-from sparkrt.errors import EngineFatal
+from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.serve.http import describe, event_stream
 from sparkrt.serve.protocol import CachedTokens, StreamOptions, Usage
 from sparkrt.serve.serving import Serving
@@ -97,7 +97,9 @@ class Generation(ABC):
         self._error: Exception | None = None
         self._choices: dict[str, _Choice] = {}
         details = params, serving.info
-        requests = [(p, r) for p in self._prompts for r in to_requests(p.prompt_token_ids, *details, p.request_id, grammar)]
+        requests = []
+        for p in self._prompts:
+            requests += [(p, r) for r in to_requests(p.prompt_token_ids, *details, p.request_id, grammar, body.priority)]
         for index, (prompt, request) in enumerate(requests):
             answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer, marks)
             self._choices[request.request_id] = _Choice(index, answer)
@@ -114,6 +116,9 @@ class Generation(ABC):
         if output.finish_reason == "error":
             log.error("request %s failed in the engine: %s", output.request_id, output.error)
             self.close(EngineFatal("the engine could not finish this request"))
+            return
+        if output.finish_reason == "timeout":
+            self.close(CapacityError(f"{output.error}: try again, or ask for less"))
             return
         choice, seconds = self._choices[output.request_id], time.monotonic() - self._began
         answer, metrics = choice.answer, self._serving.metrics

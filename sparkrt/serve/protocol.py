@@ -31,7 +31,7 @@ SAMPLING_FIELDS = tuple(_SAMPLING)
 StreamOptions = _struct("StreamOptions", {"include_usage": bool, "continuous_usage_stats": bool})
 _GENERATION = _SAMPLING | {"stop": str | list[str], "add_special_tokens": bool, "return_token_ids": bool, "best_of": int}
 _GENERATION |= {"response_format": Object, "guided_json": Any, "guided_regex": str, "guided_choice": list[str]}
-_GENERATION |= {"guided_grammar": str, "model": str, "stream": bool, "stream_options": StreamOptions}
+_GENERATION |= {"guided_grammar": str, "model": str, "stream": bool, "stream_options": StreamOptions, "priority": int}
 _TEMPLATE: Object = {"tools": list[Object], "add_generation_prompt": bool, "continue_final_message": bool}
 _TEMPLATE |= {"chat_template_kwargs": Object, "add_special_tokens": bool, "reasoning_effort": str, "enable_thinking": bool}
 _CHAT: Object = {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int}
@@ -49,7 +49,7 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "ebnf", "json_schema", "prompt_embeds"), ()),
     **dict.fromkeys(("regex", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"), ()),
     **dict.fromkeys(("bad_words", "documents"), ([],)),
-    **dict.fromkeys(("priority", "return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
 }
 _NOT_OFFERED |= {"modalities": ([], ["text"])}
 REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {

@@ -51,8 +51,6 @@ class Serving:
         self.reasoning = reasoning_format(self.args.reasoning_parser, text)
         marks = {*(self.tools.marks if self.tools else ()), BEGIN, END}
         self.marks = {i for i in self.tokenizer.special_ids if self.tokenizer.token_str(i) in marks}
-        if self.args.max_num_queued_reqs is not None:
-            self.client.max_requests = self.info.max_num_seqs + self.args.max_num_queued_reqs
         self.opened.set_result(None)
 
     def close(self) -> None:

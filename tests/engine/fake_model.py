@@ -6,7 +6,7 @@ not contiguous or off the grid, rows beyond its limits, slots taken while a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from sparkrt.engine.config import EngineConfig
+from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
-from sparkrt.engine.scheduler import CHUNK
 from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams, TokenLogprobs
 
@@ -48,6 +48,7 @@ class FakeSequence:
     capacity: int
     length: int = 0
     generated: int = 0
+    resumed: int = 0  # tokens generated before a preemption
     state: int = field(default_factory=lambda: hashed([]))
     fed: int = -1  # the token the next decode row reads
     released: bool = False
@@ -88,14 +89,28 @@ class FakeModel:
     def free_slots(self) -> int:
         return len(self._slots)
 
-    def new_sequence(self, params: SamplerParams, total_tokens: int) -> FakeSequence:
+    def new_sequence(
+        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+    ) -> FakeSequence:
+        assert len(history) >= generated
+        assert total_tokens <= self.options.max_model_len
         blocks = -(-total_tokens // self.options.page_size)
         if not self._slots or blocks > self.free_blocks:
             raise CapacityError("the engine promised room")
         slot = self._slots.pop()
         assert not any(slot in slots for _, slots in self._steps.values()), "a slot changed hands while a step reads it"
         self.free_blocks -= blocks
-        return FakeSequence(slot, blocks, params, total_tokens)
+        return FakeSequence(slot, blocks, params, total_tokens, generated=generated, resumed=generated)
+
+    def grow(self, seq: FakeSequence, total_tokens: int) -> None:
+        assert not seq.released
+        more = -(-total_tokens // self.options.page_size) - seq.blocks
+        assert more > 0, "grown without need"
+        if more > self.free_blocks:
+            raise CapacityError("the engine promised room")
+        self.free_blocks -= more
+        seq.blocks += more
+        seq.capacity = total_tokens
 
     def release(self, seq: FakeSequence) -> None:
         assert not seq.released, "released twice"
@@ -119,12 +134,12 @@ class FakeModel:
         prompt_logprobs: list[list[TokenLogprobs]] = []
         scored = 0
         for seq in batch.decode:
-            assert seq.generated > 0, "decode before the prompt is done"
+            assert seq.generated > seq.resumed, "decode before the prompt is done"
             self._advance(seq, [seq.fed])
             self._sample(seq, tokens, logprobs)
         for part in batch.prefill:
             seq = part.seq
-            assert seq.generated == 0, "a prompt after its answer"
+            assert seq.generated == seq.resumed, "a prompt after its answer"
             assert part.start == seq.length, "slices are not contiguous"
             assert len(part.tokens) > 0
             assert part.start % CHUNK == 0, "a slice ended off the grid and another follows"

@@ -9,8 +9,9 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from sparkrt.engine.job import CHUNK, Job, Limits, Plan
 from sparkrt.engine.messages import EngineOutput, EngineRequest
-from sparkrt.engine.scheduler import CHUNK, Job, Limits, Plan, Scheduler
+from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import RequestError
 
 NEWS: list[EngineOutput] = []  # nobody tells any
@@ -26,6 +27,7 @@ class Arrival:
     stops: int | None = None
     aborted: int | None = None
     scored: bool = False
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -35,21 +37,23 @@ class Report:
     first: dict[int, int] = field(default_factory=dict)
     end: dict[int, tuple[int, str]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    admitted: list[int] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)  # for the first time
     steps: int = 0
+    computed: int = 0  # prompt tokens, those of resumed requests included
+    preemptions: int = 0
 
 
-def job_of(name: object, prompt: int, max_tokens: int, scored: bool = False) -> Job:
+def job_of(name: object, prompt: int, max_tokens: int, scored: bool = False, priority: int = 0) -> Job:
     """A request of these many tokens, whatever they say."""
-    wanted = 0 if scored else None
-    return Job(EngineRequest(request_id=str(name), prompt_ids=[0] * prompt, max_tokens=max_tokens, prompt_logprobs=wanted), NEWS)
+    counts = {"prompt_ids": [0] * prompt, "max_tokens": max_tokens, "prompt_logprobs": 0 if scored else None}
+    return Job(EngineRequest(request_id=str(name), priority=priority, **counts), NEWS)
 
 
-def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
+def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1, by_priority: bool = False) -> Report:
     """Run until everything ended. `depth` 1 reads a step after the next one is launched. Raises EngineFatal on a broken book
-    and AssertionError on a plan that breaks a promise.
+    and AssertionError on a plan that breaks a promise, or when nothing moves any more.
     """
-    scheduler, report = Scheduler(limits), Report()
+    scheduler, report = Scheduler(limits, by_priority), Report()
     coming = deque(sorted(enumerate(arrivals), key=lambda pair: pair[1].step))
     aborts = sorted((a.aborted, i) for i, a in enumerate(arrivals) if a.aborted is not None)
     live: dict[int, Job] = {}
@@ -62,7 +66,7 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
     while coming or live or in_flight:
         while coming and coming[0][1].step <= report.steps:
             index, arrival = coming.popleft()
-            live[index] = job_of(index, arrival.prompt, arrival.max_tokens, arrival.scored)
+            live[index] = job_of(index, arrival.prompt, arrival.max_tokens, arrival.scored, arrival.priority)
             try:
                 scheduler.add(live[index])
             except RequestError:
@@ -72,28 +76,36 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1) -> Report:
             _, index = aborts.pop(0)
             if index in live:
                 end(index, "abort")
+        scheduler.make_room()
         while (job := scheduler.admit()) is not None:
-            report.admitted.append(int(job.request_id))
+            assert job.generated == job.emitted == report.tokens.get(int(job.request_id), 0)
+            if int(job.request_id) not in report.admitted:
+                report.admitted.append(int(job.request_id))
         plan = scheduler.plan(NEWS)
+        assert plan or in_flight or not live, "everybody waits and nothing runs"
         if plan:
             _check(plan, limits)
+            report.computed += sum(s.stop - s.start for s in plan.prefill)
             scheduler.launched(plan)
             in_flight.append(plan)
         if len(in_flight) > (depth if plan else 0):
             read = in_flight.popleft()
-            for job in [*read.decode, *(s.job for s in read.prefill if s.sample or s.stop == s.job.prompt)]:
+            scheduler.collected(read)
+            for job in [*read.decode, *(s.job for s in read.prefill if s.sample or s.stop == s.job.target)]:
                 index = int(job.request_id)
                 if index not in live:
                     continue  # ended while this step was in flight
                 if job.max_tokens:
                     report.first.setdefault(index, report.steps)
                     report.tokens[index] = report.tokens.get(index, 0) + 1
+                    job.emitted += 1
+                    job.answer.append(0)
                 count, stops = report.tokens.get(index, 0), arrivals[index].stops
                 if count == stops or count == job.max_tokens:
                     end(index, "stop" if count == stops else "length")
-            scheduler.collected(read)
         scheduler.check_integrity()
         report.steps += 1
+    report.preemptions = scheduler.preemptions
     assert (scheduler.free_slots, scheduler.free_blocks) == (limits.slots, limits.blocks), "something was kept"
     return report
 
@@ -105,9 +117,11 @@ def _check(plan: Plan, limits: Limits) -> None:
     assert prompt_tokens <= max(limits.budget - len(plan.decode), CHUNK)
     assert sum(s.stop - s.start for s in plan.prefill if s.job.scored) <= limits.scored_rows
     for job, start, stop, sample in plan.prefill:
-        assert start == job.prefilled < stop <= job.prompt
+        assert start == job.prefilled < stop <= job.target
         assert start % CHUNK == 0
-        assert sample == (stop == job.prompt and job.max_tokens > 0)
+        assert sample == (stop == job.target and job.max_tokens > 0)
+    for job in jobs:
+        assert max(job.target, job.prompt + job.generated) <= job.blocks * limits.block_size, "a token without a block"
 
 
 def random_arrivals(rng: random.Random, count: int, per_step: float = 0.5, longest: int = 2000) -> list[Arrival]:
@@ -125,6 +139,7 @@ def random_arrivals(rng: random.Random, count: int, per_step: float = 0.5, longe
                 stops=rng.randint(1, max_tokens) if max_tokens and rng.random() < 0.5 else None,
                 aborted=int(step) + rng.randint(0, 30) if rng.random() < 0.3 else None,
                 scored=max_tokens == 0 or rng.random() < 0.1,
+                priority=rng.randint(-1, 1),
             )
         )
     return arrivals

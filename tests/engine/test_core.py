@@ -302,11 +302,11 @@ def test_a_failing_admission_fails_one():
     core, model = engine()
     new_sequence, calls = model.new_sequence, []
 
-    def failing(params, total):
-        calls.append(total)
+    def failing(*about):
+        calls.append(about)
         if len(calls) == 2:
             raise OutOfMemory("slot")
-        return new_sequence(params, total)
+        return new_sequence(*about)
 
     model.new_sequence = failing
     for name in "abc":

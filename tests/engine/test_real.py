@@ -160,6 +160,31 @@ def test_slots_change_hands_without_a_trace(r2):
     assert crowd == alone
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["depth0", "depth1"])
+def test_a_preempted_answer_is_the_unpreempted_one(r2, ahead):
+    # H05: a pool for 1.5 requests, 4 at once; penalties look back at what was said before the preemption
+    rng = random.Random(4)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (70, 33, 64, 1)]
+    greedy = {"temperature": 0, "max_tokens": 110, "ignore_eos": True}
+    drawn = {"temperature": 1.2, "seed": 7, "max_tokens": 110, "ignore_eos": True}
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4}
+    each = [greedy | {"logprobs": 2}, drawn | penalties, greedy | penalties, drawn | {"min_tokens": 100, "stop_token_ids": [3]}]
+    params = [SamplingParams(**e) for e in each]
+    options = {"max_model_len": 192, "max_num_seqs": 4, "block_size": 16, "async_scheduling": ahead, "debug": True}
+    with LLM(str(r2), **options) as roomy, LLM(str(r2), num_gpu_blocks_override=18, **options) as tight:
+        expected = roomy.generate(prompts, params, use_tqdm=False)
+        tight.core.scheduler.forecast.share = 0.0
+        got = tight.generate(prompts, params, use_tqdm=False)
+        assert tight.core.stats().preemptions > 1
+        assert tokens(got) == tokens(expected)
+        a, b = (result[0].outputs[0].logprobs for result in (got, expected))
+        assert [row[t].logprob for t, row in zip(tokens(got)[0], a, strict=True)] == pytest.approx(
+            [row[t].logprob for t, row in zip(tokens(expected)[0], b, strict=True)], abs=1e-4
+        )
+        backend = tight.core.model._backend
+    assert backend.leak_report() == ""
+
+
 def test_scores_of_a_recited_text(r1):
     # A04: a token that follows its scripted predecessor scores -0.0062, any other -11.32
     folder, script, ids = r1

@@ -36,6 +36,27 @@ def test_decode_step_makes_one_upload_and_no_blocking_read(bench: Bench) -> None
         model.release(seq)
 
 
+def test_a_sequence_grows_page_by_page(bench: Bench) -> None:
+    """A page more is one small copy before the step that needs it, and changes no token."""
+    model, whole = bench.model, bench.answer(PROMPT[:60], 80)
+    seq = model.new_sequence(GREEDY, 61)
+    got = [bench.prefill(seq, PROMPT[:60])]
+    for _ in range(79):
+        if seq.length == seq.capacity:
+            with bench.backend.count() as traffic:
+                model.grow(seq, seq.length + 1)
+            assert (traffic.copies("h2d"), traffic.copies("h2d", blocking=True)) == (seq.length % 64 == 0, 0)
+        got += bench.decode([seq], 1)[0]
+    assert got == whole
+    model.check_integrity([seq])
+    others = [model.new_sequence(GREEDY, 900) for _ in range(4)]
+    with pytest.raises(CapacityError):
+        model.grow(seq, 1024)
+    assert seq.capacity == 139
+    for each in (seq, *others):
+        model.release(each)
+
+
 @pytest.mark.parametrize("step", [1, 7, 31, 32, 33, 63, 64, 65, 128])
 def test_cuts_of_a_prompt_change_nothing(bench: Bench, step: int) -> None:
     whole = bench.answer(PROMPT, 24)

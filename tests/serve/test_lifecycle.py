@@ -265,12 +265,24 @@ def test_requests_that_come_while_loading_wait(tmp_path: Path) -> None:
 
 def test_a_full_queue() -> None:
     """Four run, one may wait: the sixth is told to come back."""
-    with running("--max-num-queued-reqs", "1", module=FAKE) as server:
-        with server.http.stream("POST", "/v1/completions", json={**FOREVER, "n": 5}):
+    with running("--max-num-queued-reqs", "1", "--max-num-seqs", "4") as server:
+        forever = {"prompt": "hi", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json={**forever, "n": 5}):
             error = server.post("/v1/completions", {"prompt": "hi"}, 503)
             assert error["type"] == "ServiceUnavailableError"
+            assert "1 requests may wait" in error["message"]
         while server.stats()["running"]:
             pass
+        server.check_alive()
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
+    with running("--request-timeout", "0.2") as server:
+        slow = {"prompt": "hi", "max_tokens": 900, "ignore_eos": True, "n": 8}
+        error = server.post("/v1/completions", slow, 503)
+        assert "not done within 0.2 s" in error["message"]
+        assert "not done within 0.2 s" in server.stream("/v1/completions", **slow)[-1]["error"]["message"]
+        assert server.stats()["running"] == server.stats()["waiting"] == 0
         server.check_alive()
 
 

@@ -1,0 +1,115 @@
+"""What the scheduler plans with: jobs, slices of their tokens, steps, and what there is to share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
+from sparkrt.model.batch import SamplerParams
+from sparkrt.model.sequence import SequenceState
+from sparkrt.text.grammar import Matcher
+
+CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
+
+
+class Job:
+    """One request: how far it is, and what it owns. Counts are tokens.
+
+    Its prompt is computed first, up to `target`; after a preemption the answer so far is part of what has to be computed again.
+    """
+
+    order: tuple[int, int] = (0, 0)  # priority and arrival: lower goes first
+    blocks = 0  # in its table
+    reserved = 0  # blocks counted on for it: what it will probably need
+    room = 0  # of `generated`, when it ends or needs another block
+    prefilled = 0  # tokens planned, of `target`
+    generated = 0  # sampled tokens planned
+    emitted = 0  # tokens read and told: lags `generated` by the steps in flight
+    counted = 0  # tokens of the prompt that are in the statistics
+    in_flight = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
+    finished = False
+    preempted = False  # has to let go of its slot and blocks, and waits again when it has
+    immune = 0  # it is not chosen again before this many tokens are generated
+    served = -1  # the last step that gave it a fair share of prefill
+    deadline = float("inf")
+    matcher: Matcher | None = None  # of the grammar that the answer must follow
+    params: SamplerParams | None = None  # from its first admission on
+    seq: SequenceState | None = None  # while it has a slot
+
+    def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
+        """Jobs that share an `outbox`, for their news, share steps."""
+        self.outbox, self.message, self.request_id = outbox, message, message.request_id
+        self.ids, self.answer = message.prompt_ids, list[int]()
+        self.prompt = self.target = len(self.ids)
+        self.max_tokens = message.max_tokens
+        self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
+        self.stop_ids = frozenset(message.stop_token_ids)
+        self.prompt_logprobs: list[Logprob | None] = [None]  # nothing precedes the first token
+
+    @property
+    def life(self) -> int:
+        """Tokens that it may ever have."""
+        return self.prompt + self.max_tokens
+
+    @property
+    def lags(self) -> bool:
+        """Whether its next step must wait until its last token was read: a grammar decides what may follow."""
+        return self.matcher is not None and self.emitted < self.generated
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose work is lost when it is preempted."""
+        return self.prefilled + max(self.generated - (self.target - self.prompt) - 1, 0)
+
+    def restart(self) -> None:
+        """Nothing of it is computed, or no more: from here it begins with all its tokens so far."""
+        if self.emitted or self.scored:
+            self.scored = self.scored and not self.emitted
+            self.prompt_logprobs = self.prompt_logprobs if self.emitted else [None]
+            self.ids = self.message.prompt_ids + self.answer
+            self.target = len(self.ids)
+        self.prefilled, self.generated, self.preempted = 0, self.emitted, False
+
+
+class Slice(NamedTuple):
+    """Tokens [start, stop) of what a job has to compute first. `sample`: the last row yields a token of the answer."""
+
+    job: Job
+    start: int
+    stop: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: jobs that decode, slices of prompts."""
+
+    decode: list[Job] = field(default_factory=list)
+    prefill: list[Slice] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+    @property
+    def jobs(self) -> list[Job]:
+        return self.decode + [part.job for part in self.prefill]
+
+    @property
+    def rows(self) -> list[Job]:
+        """Who gets a token, in order."""
+        return self.decode + [part.job for part in self.prefill if part.sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What there is: state slots, KV blocks of `block_size` tokens, tokens a step, prompt rows with logits a step."""
+
+    slots: int
+    blocks: int
+    block_size: int
+    budget: int
+    scored_rows: int
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
