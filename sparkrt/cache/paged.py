@@ -148,11 +148,12 @@ class PagedKvCache(Owner):
             to, source = base.offset(dst * g.page_bytes), base.offset(src * g.page_bytes)
             self.backend.copy_d2d_2d(to, pitch, source, pitch, g.page_bytes, 2 * len(g.layers), stream)
 
-    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Raises EngineFatal unless free + owned = total in every group, `tables` being all there are."""
+    def check_integrity(self, tables: Iterable[BlockTable], cached: Iterable[int] = ()) -> None:
+        """Raises EngineFatal unless free + owned = total in every group. `tables` are all; `cached` blocks are of the first."""
         live = list(tables)
         for i, pool in enumerate(self.pools):
-            pool.check_integrity(block for table in live if table.group == i for block in table.blocks)
+            owned = [block for table in live if table.group == i for block in table.blocks]
+            pool.check_integrity([*owned, *cached] if i == 0 else owned)
 
     def _allocate(self, group: KvGroup) -> None:
         taken = self._kv.keys() & set(group.layers)
@@ -184,6 +185,13 @@ class BlockTable:
         missing = self._cache.groups[self.group].blocks_for(tokens) - len(self.blocks)
         if missing > 0:
             self.blocks += self._pool.alloc(missing, self.blocks[-1] if self.blocks else None)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Begin with these blocks of somebody else's, full and never to be written."""
+        for block in blocks:
+            self._pool.incref(block)
+            self.blocks.append(block)
+        self.shared = len(self.blocks)
 
     def slots(self, start: int, stop: int) -> np.ndarray:
         """Where tokens [start, stop) are written: int32 page · page_size + offset, and -1 (do not write) in shared pages."""

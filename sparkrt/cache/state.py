@@ -1,6 +1,7 @@
 """`StatePool`: recurrent and convolution state of every sequence, at fixed addresses by slot, with a dummy slot behind the last.
 
-A fresh slot is not cleared: a sequence at position 0 reads neither the state nor ring columns of negative positions.
+Behind the dummy lie spare slots that no sequence runs in: snapshots (prefix.py). A fresh slot is not cleared: a sequence at
+position 0 reads neither the state nor ring columns of negative positions.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class StatePlan:
     conv_dtype: DType = float32
     ring: int = 4
     depth: int = 1
+    spare: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -47,13 +49,14 @@ class StatePlan:
         return self.ring * self.dims.conv_channels * self.conv_dtype.itemsize
 
     @property
-    def snapshot_bytes(self) -> int:
-        return self.layers * (self.state_bytes + self.ring_bytes)
+    def rows(self) -> int:
+        """Slots, the dummy and the spare ones."""
+        return self.slots + 1 + self.spare
 
     @property
     def nbytes(self) -> int:
         """Of the whole pool, dummy slot included."""
-        return self.layers * (self.slots + 1) * (self.depth * self.state_bytes + self.ring_bytes)
+        return self.layers * self.rows * (self.depth * self.state_bytes + self.ring_bytes)
 
 
 _Places = list[tuple[DevicePtr, int]]  # where a slot's state and ring lie: in the first layer, and bytes to the next layer
@@ -71,12 +74,14 @@ class StatePool(Owner):
         conv_dtype: DType = float32,
         ring: int = 4,
         depth: int = 1,
+        spare: int = 0,
     ) -> None:
         super().__init__(backend)
-        if slots < 1 or ring < 1 or depth < 1:
-            raise ValueError(f"a state pool of {slots} slots, {ring} ring columns, depth {depth}")
-        self.plan = StatePlan(len(layers), slots, StateDims(*dims), conv_dtype, ring, depth)
+        if slots < 1 or ring < 1 or depth < 1 or spare < 0:
+            raise ValueError(f"a state pool of {slots} slots, {spare} spare, {ring} ring columns, depth {depth}")
+        self.plan = StatePlan(len(layers), slots, StateDims(*dims), conv_dtype, ring, depth, spare)
         self.slots = self.dummy_slot = slots
+        self.spare_rows = slots + 1, slots + 1 + spare
         self._free = list(range(slots - 1, -1, -1))  # taken from the end: slot 0 first, then the one last released
         self._arrays: dict[tuple[int, int | None], DeviceArray] = {}  # states by layer and depth, rings under None
         self._bases: _Places = []
@@ -93,11 +98,11 @@ class StatePool(Owner):
         return len(self._free)
 
     def state(self, layer: int, depth: int = 0) -> DeviceArray:
-        """Recurrent state of a layer: float32 [slots + 1, value heads, DV, DK]. Depth 0 is the live one."""
+        """Recurrent state of a layer: float32 [slots + 1 + spare, value heads, DV, DK]. Depth 0 is the live one."""
         return self._arrays[layer, depth]
 
     def ring(self, layer: int) -> DeviceArray:
-        """Convolution inputs of a layer: [slots + 1, ring, channels]; column = position mod ring."""
+        """Convolution inputs of a layer: [slots + 1 + spare, ring, channels]; column = position mod ring."""
         return self._arrays[layer, None]
 
     def acquire(self) -> SlotGuard:
@@ -107,25 +112,10 @@ class StatePool(Owner):
         return SlotGuard(self, self._free.pop())
 
     def copy_slot(self, src: int, dst: int, stream: Stream | None = None) -> None:
-        """Live state and ring of all layers: two copies, whatever their number."""
+        """Live state and ring of all layers: two copies, whatever their number. Either slot may be a spare one."""
         if src != dst:
-            self._copy(self._slot(dst), self._slot(src), stream)
-
-    def snapshot(self, slot: int, stream: Stream | None = None) -> StateSnapshot:
-        """A copy of a slot's live state outside the pool. Raises OutOfMemory. Close it when done."""
-        p, source, saved = self.plan, self._slot(slot), StateSnapshot(self.backend)
-        try:
-            base = saved.alloc(p.snapshot_bytes, "state snapshot")
-            saved.places = [(base, p.state_bytes), (base.offset(p.layers * p.state_bytes), p.ring_bytes)]
-            self._copy(saved.places, source, stream)
-        except BaseException:
-            saved.close()
-            raise
-        return saved
-
-    def restore(self, slot: int, saved: StateSnapshot, stream: Stream | None = None) -> None:
-        """Put a snapshot back, into any slot."""
-        self._copy(self._slot(slot), saved.places, stream)
+            for (to, pitch), (source, _), size in zip(self._slot(dst), self._slot(src), self._sizes, strict=True):
+                self.backend.copy_d2d_2d(to, pitch, source, pitch, size, self.plan.layers, stream)
 
     def check_integrity(self, guards: Iterable[SlotGuard]) -> None:
         """Raises EngineFatal unless free + owned = total, `guards` being all that live."""
@@ -134,7 +124,7 @@ class StatePool(Owner):
             raise EngineFatal(f"state slots: {owned} owned, {held} held, {len(self._free)} of {self.slots} free")
 
     def _allocate(self, layers: Sequence[int]) -> None:
-        p, rows = self.plan, self.slots + 1
+        p, rows = self.plan, self.plan.rows
         depths: list[int | None] = list(range(p.depth))
         state, ring = (p.state_bytes, float32, p.dims[:3]), (p.ring_bytes, p.conv_dtype, (p.ring, p.dims.conv_channels))
         for label, kinds, (size, dtype, shape) in (("recurrent state", depths, state), ("conv state", [None], ring)):
@@ -147,13 +137,9 @@ class StatePool(Owner):
                 self.backend.memset(start.offset(self.dummy_slot * size), 0, size)
 
     def _slot(self, slot: int) -> _Places:
-        if not 0 <= slot <= self.dummy_slot:
-            raise EngineFatal(f"state slot {slot} of {self.slots}")
+        if not 0 <= slot < self.plan.rows:
+            raise EngineFatal(f"state slot {slot} of {self.plan.rows}")
         return [(base.offset(slot * size), pitch) for (base, pitch), size in zip(self._bases, self._sizes, strict=True)]
-
-    def _copy(self, dst: _Places, src: _Places, stream: Stream | None) -> None:
-        for (to, to_pitch), (source, pitch), size in zip(dst, src, self._sizes, strict=False):
-            self.backend.copy_d2d_2d(to, to_pitch, source, pitch, size, self.plan.layers, stream)
 
 
 class SlotGuard:
@@ -168,9 +154,3 @@ class SlotGuard:
             raise EngineFatal(f"state slot {self.index} is released twice")
         self.held = False
         self._pool._free.append(self.index)
-
-
-class StateSnapshot(Owner):
-    """A slot's state outside the pool, all layers: states, then rings. `close` frees it."""
-
-    places: _Places

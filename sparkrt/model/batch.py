@@ -59,6 +59,7 @@ class PrefillSlice:
     """Tokens [start, start + len(tokens)) of a prompt. `sample` on the last slice: its last row yields a token.
 
     `targets` asks for prompt log-probabilities: `targets[i]` is the token that followed row i (rows beyond it are not scored).
+    `snapshots`: at these positions, multiples of 64 in (start, start + len(tokens)], the state is kept in these spare slots.
     """
 
     seq: SequenceState
@@ -66,6 +67,7 @@ class PrefillSlice:
     start: int
     sample: bool
     targets: np.ndarray | None = None  # int32
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)

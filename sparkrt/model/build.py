@@ -42,7 +42,8 @@ def build_model(
         decoder = built.decoder()
         kv = PagedKvCache(backend, [group], options.num_blocks)
         undo.callback(kv.close)
-        states = StatePool(backend, config.gdn_layers, options.max_num_seqs, built.state_dims(), options.dtype)
+        dims, spare = built.state_dims(), options.state_snapshots
+        states = StatePool(backend, config.gdn_layers, options.max_num_seqs, dims, options.dtype, spare=spare)
         undo.callback(states.close)
         model = HybridModel(owner, config, options, decoder, kv, states)
         undo.pop_all()

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sizes of one step: rows [0, decode) are decode rows, the rest belongs to `slices` prefill slices."""
+    """Sizes of one step: rows [0, decode) are decode rows, the rest belongs to `slices` prefill slices.
+
+    `snapshots`: (row, slot) pairs: the state behind row - 1 is to be kept in that spare slot of the state pool.
+    """
 
     decode: int
     prefill: int = 0  # tokens
     slices: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:

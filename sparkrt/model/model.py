@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sparkrt.cache.paged import PagedKvCache
+from sparkrt.cache.prefix import Match, PrefixCache
 from sparkrt.cache.state import StatePool
 from sparkrt.errors import CapacityError
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams
@@ -52,6 +53,8 @@ class ModelOptions:
     batch_invariant: bool = False
     max_logprobs: int = 20
     prompt_logit_rows: int = 64
+    prefix_caching: bool = False
+    state_snapshots: int = 0  # spare slots of the state pool
 
     @property
     def max_rows(self) -> int:
@@ -80,18 +83,34 @@ class Model(Protocol):
     def free_blocks(self) -> int: ...
     @property
     def free_slots(self) -> int: ...
+    @property
+    def prefix(self) -> PrefixCache | None: ...
     def new_sequence(
-        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+        self,
+        params: SamplerParams,
+        total_tokens: int,
+        history: Sequence[int] = (),
+        generated: int = 0,
+        match: Match | None = None,
     ) -> SequenceState: ...
     def grow(self, seq: SequenceState, total_tokens: int) -> None: ...
     def launch(self, batch: ForwardBatch) -> int: ...
     def collect(self, handle: int) -> MixedBatchResult: ...
     def fork(self, seq: SequenceState) -> SequenceState: ...
-    def snapshot(self, seq: SequenceState) -> Any: ...
-    def restore(self, seq: SequenceState, snapshot: Any) -> None: ...
+    def snapshot(self, seq: SequenceState, slot: int) -> Snapshot: ...
+    def restore(self, seq: SequenceState, snapshot: Snapshot) -> None: ...
     def release(self, seq: SequenceState) -> None: ...
     def check_integrity(self, sequences: Iterable[SequenceState]) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sequence's state after `length` tokens, in a spare slot of the pool, and what layers keep beside it."""
+
+    slot: int
+    length: int
+    aux: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -125,8 +144,10 @@ class HybridModel:
         mirror = owner.pinned(slots * max_blocks, "block tables").reshape(slots, max_blocks)
         self._table = SlotTable(mirror, kv.dummy_block)
         self._tables = owner.put(mirror, I32, "block tables")
-        self._plan = StepPlan(owner, PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, o.max_rows * _LIST_ELEMENTS))
-        self._planner = Planner(self._table, o.page_size)
+        limits = PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, o.max_rows * _LIST_ELEMENTS, o.state_snapshots)
+        self._plan = StepPlan(owner, limits)
+        self._planner = Planner(self._table, o.page_size, states.spare_rows[0])
+        self.prefix = self._prefix_cache() if o.prefix_caching else None
         self._results = ResultBuffers(owner, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
         self._sampler = self._sampler_state(slots)
         words = self._sampler.allowed.shape[1]
@@ -161,29 +182,42 @@ class HybridModel:
 
     # --- sequences --------------------------------------------------------------------------------------------------------
     def new_sequence(
-        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+        self,
+        params: SamplerParams,
+        total_tokens: int,
+        history: Sequence[int] = (),
+        generated: int = 0,
+        match: Match | None = None,
     ) -> SequenceState:
         """A sequence with a slot and pages for `total_tokens`. Raises CapacityError, changing nothing, when either is short.
 
         One that goes on after the last `generated` tokens of its `history` draws and is penalized as if it had never paused.
+        With a `match` of the history it shares those pages and stands behind token `match.resume`, its state restored.
         """
         if total_tokens > self.options.max_model_len:
             raise CapacityError(f"{total_tokens} tokens exceed the model length {self.options.max_model_len}")
         guard = self.states.acquire()
         blocks = self.kv.new_table()
         try:
+            if match is not None:
+                blocks.share(match.blocks)
             blocks.extend_to(total_tokens)
         except BaseException:
+            blocks.release()
             guard.release()
             raise
         seq = SequenceState(guard, blocks, params, total_tokens, generated=generated, needs=Needs.of(params))
         try:
             self._adopt(seq)
-            if generated and seq.needs & Needs.COUNTS:
+            resume = 0 if match is None else match.resume
+            if (generated or resume) and seq.needs & Needs.COUNTS:
                 self._count(seq, history)
+            if match is not None and match.state is not None:
+                self.states.copy_slot(match.state, seq.slot, self._ctx.stream)
         except BaseException:
             self.release(seq)
             raise
+        seq.length = seq.kv_valid_tokens = self._table.length[seq.slot] = resume
         return seq
 
     def _count(self, seq: SequenceState, history: Sequence[int]) -> None:
@@ -243,18 +277,23 @@ class HybridModel:
         self._table.length[twin.slot] = seq.length
         return twin
 
-    def snapshot(self, seq: SequenceState) -> Any:
-        """A copy of the recurrent and conv state (and of what layers declare), for `restore`. Close it when done."""
-        return self.states.snapshot(seq.slot, self._ctx.stream), seq.length, [x.snapshot_aux(seq) for x in self._decoder.layers]
+    def snapshot(self, seq: SequenceState, slot: int) -> Snapshot:
+        """Copy the recurrent and conv state into a spare slot, behind what is in flight; `restore` takes it back."""
+        self.states.copy_slot(seq.slot, slot, self._ctx.stream)
+        return Snapshot(slot, seq.length, tuple(layer.snapshot_aux(seq) for layer in self._decoder.layers))
 
-    def restore(self, seq: SequenceState, snapshot: Any) -> None:
+    def restore(self, seq: SequenceState, snapshot: Snapshot) -> None:
         """Put a sequence back to a snapshot; pages beyond its length are simply overwritten later."""
-        state, length, aux = snapshot
-        self.states.restore(seq.slot, state, self._ctx.stream)
-        seq.length = seq.kv_valid_tokens = length
-        self._table.length[seq.slot] = length
-        for layer, part in zip(self._decoder.layers, aux, strict=True):
+        self.states.copy_slot(snapshot.slot, seq.slot, self._ctx.stream)
+        seq.length = seq.kv_valid_tokens = snapshot.length
+        self._table.length[seq.slot] = snapshot.length
+        for layer, part in zip(self._decoder.layers, snapshot.aux, strict=True):
             layer.restore_aux(seq, part)
+
+    def _prefix_cache(self) -> PrefixCache:
+        """Over the one group that there is; aux state of layers is not kept by it, so they must have none."""
+        spare, recurrent = range(*self.states.spare_rows), bool(self.config.gdn_layers)
+        return PrefixCache(self.kv.pools[0], self.options.page_size, spare if recurrent else (), recurrent)
 
     def release(self, seq: SequenceState) -> None:
         """Give back pages and slot; once, whatever is still in flight (a later owner's work follows it in stream order)."""
@@ -266,7 +305,9 @@ class HybridModel:
     def check_integrity(self, sequences: Iterable[SequenceState]) -> None:
         """free + owned = total for pages and slots. Raises EngineFatal otherwise."""
         live = list(sequences)
-        self.kv.check_integrity([s.blocks for s in live])
+        if self.prefix is not None:
+            self.prefix.check_integrity()
+        self.kv.check_integrity([s.blocks for s in live], () if self.prefix is None else self.prefix.blocks())
         self.states.check_integrity([s.guard for s in live])
 
     # --- steps ------------------------------------------------------------------------------------------------------------
@@ -285,7 +326,7 @@ class HybridModel:
             if seq.mask is not None:  # its last step was collected, so nothing reads the row any more
                 self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
         try:
-            self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill))
+            self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill), rows.snapshots)
             logits, hidden = self._run(rows, lists, graph)
         except BaseException:
             for layer in self._decoder.layers:

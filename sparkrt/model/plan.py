@@ -29,6 +29,7 @@ class PlanLimits:
     tokens: int
     logit_rows: int
     tail: int  # 4-byte elements shared by the lists at the end
+    snapshots: int = 0  # spare slots of the state pool
 
     def fields(self) -> list[tuple[str, bool, tuple[int, ...]]]:
         """(name, is float, shape) in buffer order; every element is four bytes."""
@@ -45,6 +46,7 @@ class PlanLimits:
             ("prefill_starts", False, (r,)),
             ("prefill_kv_len", False, (r,)),
             ("prefill_cu", False, (r + 1,)),  # cumulative lengths of prefill slices, from 0
+            ("snap_rows", False, (self.snapshots, 2)),  # by spare slot: slice, and offset in it where the state is kept; or -1
             ("logit_rows", False, (self.logit_rows,)),
             ("logit_targets", False, (self.logit_rows,)),  # token scored by each row of a prompt
             ("sample_slots", False, (r,)),

@@ -24,6 +24,7 @@ class StepRows:
     needs: Needs
     prefill_tokens: int = 0
     targets: list[np.ndarray] = field(default_factory=list)
+    snapshots: tuple[tuple[int, int], ...] = ()  # (row of activations, spare slot)
     touched: list[SequenceState] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
@@ -44,9 +45,10 @@ class StepRows:
 class Planner:
     """Decode rows first, `bucket` of them with padding (dummy slot, nothing written), then the prefill slices."""
 
-    def __init__(self, table: SlotTable, page_size: int) -> None:
+    def __init__(self, table: SlotTable, page_size: int, first_spare: int) -> None:
         self._table = table
         self._page = page_size
+        self._first_spare = first_spare
 
     def fill(self, host: dict[str, np.ndarray], batch: ForwardBatch, bucket: int) -> StepRows:
         decode = batch.decode
@@ -107,6 +109,11 @@ class Planner:
             seq.length += n
             table.length[seq.slot] = seq.length
             rows.needs |= seq.needs & Needs.COUNTS
+            for position, slot in p.snapshots:
+                if not rows.snapshots:
+                    host["snap_rows"][:] = -1
+                host["snap_rows"][slot - self._first_spare] = i, position - p.start
+                rows.snapshots += ((at - n + position - p.start, slot),)
         host["feed_slots"][first:at] = -1
         rows.prefill_tokens = at - first
         self._logit_rows(host, slices, rows, first)

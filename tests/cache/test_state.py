@@ -11,15 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sparkrt.cache.state import SlotGuard, StateDims, StatePlan, StatePool
 from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.runtime import HostBackend, OutOfMemory, dtypes
-from sparkrt.runtime.backend import MemoryFault
 
 DIMS = (2, 3, 5, 7)  # value heads, DV, DK, conv channels
 LAYERS = (0, 2, 5)
 
 
-def _pool(slots: int = 4, depth: int = 1, ring: int = 4, dtype: dtypes.DType = dtypes.float32) -> tuple[HostBackend, StatePool]:
+def _pool(
+    slots: int = 4, depth: int = 1, ring: int = 4, dtype: dtypes.DType = dtypes.float32, spare: int = 0
+) -> tuple[HostBackend, StatePool]:
     backend = HostBackend(debug=True)
-    return backend, StatePool(backend, LAYERS, slots, DIMS, dtype, ring, depth)
+    return backend, StatePool(backend, LAYERS, slots, DIMS, dtype, ring, depth, spare)
 
 
 def _fill(pool: StatePool, slot: int, value: float) -> None:
@@ -82,9 +83,6 @@ def test_without_recurrent_layers_slots_are_only_indices() -> None:
     guard = pool.acquire()
     with backend.count() as traffic:
         pool.copy_slot(0, 1)
-        saved = pool.snapshot(0)
-        pool.restore(1, saved)
-        saved.close()
     assert traffic.copies() == 0
     pool.check_integrity([guard])
     guard.release()
@@ -137,7 +135,7 @@ def test_copy_slot_moves_one_slot_of_every_layer(depth: int) -> None:
     with backend.count() as traffic:
         pool.copy_slot(3, 1, stream)
     assert (traffic.copies(), traffic.copies("2d", stream=stream)) == (2, 2)
-    assert traffic.nbytes() == pool.plan.snapshot_bytes
+    assert traffic.nbytes() == pool.plan.layers * (pool.plan.state_bytes + pool.plan.ring_bytes)
     assert [_value(pool, slot) for slot in range(5)] == [100, 400, 300, 400, 500]
     pool.copy_slot(2, 2)
     for src, dst in ((-1, 0), (0, 5)):
@@ -146,35 +144,29 @@ def test_copy_slot_moves_one_slot_of_every_layer(depth: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)
-def test_snapshot_and_restore(dtype: dtypes.DType) -> None:
-    backend, pool = _pool(3, depth=2, dtype=dtype)
-    before = backend.leak_report()
+def test_spare_slots_keep_what_running_ones_lose(dtype: dtypes.DType) -> None:
+    backend, pool = _pool(3, 2, dtype=dtype, spare=2)
+    first, end = pool.spare_rows
+    assert (first, end) == (4, 6)
+    assert pool.plan.nbytes == 6 * pool.plan.layers * (2 * pool.plan.state_bytes + pool.plan.ring_bytes)
+    guards = [pool.acquire() for _ in range(3)]
+    with pytest.raises(CapacityError):
+        pool.acquire()  # nobody runs in a spare one
     _fill(pool, 0, 12.0)
     _fill(pool, 1, 50.0)
-    saved = pool.snapshot(0)
+    pool.copy_slot(0, first)
     _fill(pool, 0, 99.0)
-    pool.restore(0, saved)
-    pool.restore(2, saved)  # into another slot as well: a snapshot knows no slot
+    pool.copy_slot(first, 0)
+    pool.copy_slot(first, 2)  # into another slot as well: a snapshot knows no slot
     assert [_value(pool, slot) for slot in range(3)] == [12, 50, 12]
-    saved.close()
-    saved.close()
-    assert backend.leak_report() == before
-    with pytest.raises(MemoryFault):
-        pool.restore(0, saved)
-
-
-def test_a_failed_snapshot_leaves_nothing() -> None:
-    backend, pool = _pool()
-    before = backend.leak_report()
-    backend.fail_allocation(1)
-    with pytest.raises(OutOfMemory):
-        pool.snapshot(0)
     with pytest.raises(EngineFatal):
-        pool.snapshot(9)
-    assert backend.leak_report() == before
+        pool.copy_slot(0, end)
+    pool.check_integrity(guards)
+    pool.close()
+    assert backend.leak_report() == ""
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"ring": 0}, {"depth": 0}])
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"ring": 0}, {"depth": 0}, {"spare": -1}])
 def test_wrong_sizes(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="a state pool of"):
         _pool(**wrong)
@@ -185,7 +177,7 @@ class Slots(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backend, self.pool = _pool(4)
+        self.backend, self.pool = _pool(4, spare=1)
         self.live: list[tuple[SlotGuard, float]] = []
         self.ended: list[SlotGuard] = []
         self.clock = 0.0
@@ -232,9 +224,9 @@ class Slots(RuleBasedStateMachine):
     def save_and_move(self, data: st.DataObject) -> None:
         source, value = self.live[self.choose(data)]
         target = self.choose(data)
-        saved = self.pool.snapshot(source.index)
-        self.pool.restore(self.live[target][0].index, saved)
-        saved.close()
+        spare, _ = self.pool.spare_rows
+        self.pool.copy_slot(source.index, spare)
+        self.pool.copy_slot(spare, self.live[target][0].index)
         self.live[target] = self.live[target][0], value
 
     @precondition(lambda self: self.live)

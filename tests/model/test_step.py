@@ -133,14 +133,14 @@ def test_fork_continues_as_its_parent(bench: Bench, length: int) -> None:
     model.release(twin)
 
 
-def test_snapshot_puts_a_sequence_back(bench: Bench) -> None:
+def test_snapshot_puts_a_sequence_back(open_bench: Callable[..., Bench]) -> None:
+    bench = open_bench(state_snapshots=1)
     model = bench.model
     seq = model.new_sequence(GREEDY, 200)
     bench.prefill(seq, PROMPT[:100])
-    saved = model.snapshot(seq)
+    saved = model.snapshot(seq, model.states.spare_rows[0])
     bench.decode([seq], 10)
     model.restore(seq, saved)
-    saved[0].close()
     assert seq.length == 100
     tail = PrefillSlice(seq, np.array(PROMPT[100:120], np.int32), 100, True)
     token = int(model.collect(model.launch(ForwardBatch(prefill=[tail]))).tokens[0])

@@ -68,14 +68,23 @@ class GatedDeltaNet:
             cu = plan["prefill_cu"].rows(0, n + 1)
             qkv_p = qkv.rows(decode, tokens)
             ctx.launch(CONV_PREFILL, qkv_p, ring, proj.rows(decode, tokens), self.conv, slots, cu, starts)
+            kept = state.rows(*ctx.states.spare_rows) if ctx.shape.snapshots else None
             ctx.launch(
                 GDN_PREFILL,
-                *(mixed.rows(decode, tokens), state, None, qkv_p, g.rows(decode, tokens), beta.rows(decode, tokens)),
-                *(slots, cu, starts, None, c.num_k_heads, self._workspace(ctx, ctx.shape.prefill, n)),
+                *(mixed.rows(decode, tokens), state, kept, qkv_p, g.rows(decode, tokens), beta.rows(decode, tokens)),
+                *(slots, cu, starts, kept and plan["snap_rows"], c.num_k_heads, self._workspace(ctx, ctx.shape.prefill, n)),
             )
+            for row, slot in ctx.shape.snapshots:
+                self._keep_ring(ctx, ring.rows(slot, slot + 1), proj, row)
         gated = ctx.buffer("gated", tokens, c.value_size)
         ctx.launch(GATED_RMS_NORM, gated, mixed, proj, self.norm, z_col, self.eps)
         self.out(ctx, out, gated)
+
+    def _keep_ring(self, ctx: ForwardContext, to: DeviceArray, proj: DeviceArray, row: int) -> None:
+        """The convolution's last inputs before `row`: on a multiple of 64 they fill the ring from its first column on."""
+        _, ring, channels = to.shape
+        width, pitch = channels * to.dtype.itemsize, proj.shape[1] * proj.dtype.itemsize
+        ctx.backend.copy_d2d_2d(to.ptr, width, proj.ptr.offset((row - ring) * pitch), pitch, width, ring, ctx.stream)
 
     def _workspace(self, ctx: ForwardContext, tokens: int, slices: int) -> DeviceArray | None:
         """Where the prefill kernels keep what a chunk's state does not decide; the host needs none."""
