@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sparkrt.serve import protocol as p
+from sparkrt.serve.anthropic import count_tokens, describe_error, messages
 from sparkrt.serve.chat import chat_completions
 from sparkrt.serve.cli import VERSION
 from sparkrt.serve.completions import completions
@@ -91,6 +92,8 @@ async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
 OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("POST", "/v1/chat/completions", chat_completions, p.ChatBody, p.ChatCompletion, "Answer a conversation"),
     ("POST", "/v1/completions", completions, p.CompletionBody, p.Completion, "Continue a text"),
+    ("POST", "/v1/messages", messages, p.MessagesBody, p.Message, "Answer a conversation, in Anthropic's way"),
+    ("POST", "/v1/messages/count_tokens", count_tokens, p.CountTokensBody, p.TokenCount, "How long its prompt is"),
     ("GET", "/v1/models", models, None, p.ModelList, "The model, under each of its names"),
     ("GET", "/v1/models/{name:path}", model, None, p.Model, "One of them"),
     ("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
@@ -118,7 +121,7 @@ def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Reques
         except ClientDisconnect:
             return Response(status_code=499)  # goes nowhere
         except Exception as error:
-            return json_response(*describe(error))
+            return json_response(*(describe_error if handler in (messages, count_tokens) else describe)(error))
         return json_response(found) if isinstance(found, msgspec.Struct) else found
 
     return answer

@@ -23,6 +23,11 @@ from sparkrt.text.tools.calls import CallDelta, Tool, read_tools
 
 
 async def chat_completions(serving: Serving, body: Any, request: Request) -> Any:
+    return await (await prepare(serving, body, ChatGeneration)).respond(request)
+
+
+async def prepare(serving: Serving, body: Any, kind: type[ChatGeneration]) -> ChatGeneration:
+    """The request on its way to the engine. RequestError for what is wrong with it."""
     context, most = serving.info.max_model_len, serving.args.max_logprobs
     top, limit, name = body.top_logprobs, body.max_completion_tokens, "max_completion_tokens"
     require(top is None or body.logprobs, "top_logprobs", "top_logprobs needs logprobs to be true")
@@ -36,7 +41,7 @@ async def chat_completions(serving: Serving, body: Any, request: Request) -> Any
     choice, asked = tool_choice(body), asked_structure(body)
     require(serving.tools or not choice.forced, "tool_choice", "this model's calls have no format we know: --tool-call-parser")
     prompt, ids = await asyncio.to_thread(serving.render, body)
-    return await ChatGeneration(prompt, choice, asked, serving, body, ids, params).respond(request)
+    return kind(prompt, choice, asked, serving, body, ids, params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class Generation(ABC):
     """
 
     kind: str  # begins the ids of its answers
+    named_events = False  # see `event_stream`
+    describe = staticmethod(describe)
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class Generation(ABC):
             await self._change()
         if self._error is not None:
             raise self._error
-        return event_stream(self._events(request)) if self.body.stream else await self._whole(request)
+        return event_stream(self._events(request), self.named_events) if self.body.stream else await self._whole(request)
 
     @contextlib.asynccontextmanager
     async def _watched(self, request: Request) -> AsyncGenerator[None]:
@@ -189,15 +191,14 @@ class Generation(ABC):
         try:
             async with self._watched(request):
                 async for pieces in self._pieces(self._serving.args.stream_interval):
-                    usage = self._usage() if options.include_usage and options.continuous_usage_stats else None
-                    if parts := [part for piece in pieces for part in self.parts(piece)]:
-                        yield [self.write([part], True, usage=usage, **self._head) for part in parts]
+                    if events := [event for piece in pieces for part in self.parts(piece) for event in self.chunks(part)]:
+                        yield events
             if options.include_usage:
                 yield [self.write([], True, usage=self._usage(), **self._head)]
         except ClientDisconnect:
             pass
         except Exception as error:
-            yield [describe(error)[0]]
+            yield [self.describe(error)[0]]
 
     async def _pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
         """What became visible, as it comes: each choice's last piece has a finish_reason. Raises what `close` was given."""
@@ -227,6 +228,12 @@ class Generation(ABC):
     def parts(self, piece: Piece) -> list[Piece]:
         """What is sent of a piece, a chunk each; perhaps nothing."""
         return [piece]
+
+    def chunks(self, piece: Piece) -> list[Any]:
+        """What is sent for a part."""
+        options = self.body.stream_options or StreamOptions()
+        usage = self._usage() if options.include_usage and options.continuous_usage_stats else None
+        return [self.write([piece], True, usage=usage, **self._head)]
 
     @abstractmethod
     def write(self, pieces: list[Piece], is_chunk: bool, **head: Any) -> Any:

@@ -108,8 +108,11 @@ def _explain(message: str) -> RequestError:
     return RequestError(f"{path or 'the body'}: {what[0].lower()}{what[1:]}", param=param)
 
 
-def event_stream(events: AsyncGenerator[list[Any]]) -> ASGIApp:
-    """Server-sent events as a plain ASGI response: those of a list are written at once, as it comes."""
+def event_stream(events: AsyncGenerator[list[Any]], named: bool = False) -> ASGIApp:
+    """Server-sent events as a plain ASGI response: those of a list are written at once, as it comes.
+
+    `named`: each carries the name that is its `type`, and none says that it was the last.
+    """
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     headers.append((b"x-accel-buffering", b"no"))  # a proxy that collects a stream defeats it
 
@@ -117,11 +120,15 @@ def event_stream(events: AsyncGenerator[list[Any]]) -> ASGIApp:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with contextlib.aclosing(events):
             async for values in events:
-                block = b"".join(b"data: " + encode(value) + b"\n\n" for value in values)
+                block = b"".join((_name(value) if named else b"") + b"data: " + encode(value) + b"\n\n" for value in values)
                 await send({"type": "http.response.body", "body": block, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await send({"type": "http.response.body", "body": b"" if named else b"data: [DONE]\n\n"})
 
     return respond
+
+
+def _name(value: Any) -> bytes:
+    return b"event: %s\n" % (value["type"] if isinstance(value, dict) else value.type).encode()
 
 
 class HttpServer(uvicorn.Server):

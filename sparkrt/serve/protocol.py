@@ -42,6 +42,11 @@ _TEXT: Object = {"model": str, "prompt": str, "messages": list[Object], "return_
 CompletionBody = _struct("CompletionBody", _GENERATION | {"echo": bool}, prompt=str | list[str | int | list[int]])
 ChatBody = _struct("ChatBody", _GENERATION | _TEMPLATE | _CHAT, messages=list[Object])
 TokenizeBody = _struct("TokenizeBody", _TEMPLATE | _TEXT)
+_ASKED: Object = {"model": str, "system": str | list[Object], "stop_sequences": list[str], "stream": bool, "temperature": float}
+_ASKED |= {"top_p": float, "top_k": int, "tools": list[Object], "tool_choice": Object, "thinking": Object}
+_ASKED |= {"output_config": Object}
+MessagesBody = _struct("MessagesBody", _ASKED, messages=list[Object], max_tokens=int)
+CountTokensBody = _struct("CountTokensBody", _ASKED | {"max_tokens": int}, messages=list[Object])
 DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 
 # field → the values that ask for nothing; null never does
@@ -56,6 +61,8 @@ REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     CompletionBody: _NOT_OFFERED | {"suffix": ("",)},
     # a template is a program: the server's owner chooses it (--chat-template)
     ChatBody: _NOT_OFFERED | {"echo": (False,), "chat_template": ()},
+    MessagesBody: {"mcp_servers": ([],), "container": ()},
+    CountTokensBody: {"mcp_servers": ([],)},
     TokenizeBody: {},
     DetokenizeBody: {},
 }
@@ -85,6 +92,10 @@ ChatDelta = _struct("ChatDelta", {"role": str, "content": str} | _THOUGHT)
 _SAID: Object = {"message": ChatMessage, "delta": ChatDelta}
 ChatChoice = _struct("ChatChoice", _SAID | _MORE, **_CHOICE, logprobs=ChatLogprobs | None)
 ChatCompletion = _struct("ChatCompletion", {"usage": Usage} | _PROMPT, **_HEAD, choices=[ChatChoice])
+_STOPPED: Object = {"stop_reason": str | None, "stop_sequence": str | None}
+Message = _struct("Message", id=str, type=str, role=str, model=str, content=list[Object], **_STOPPED, usage=dict[str, int])
+TokenCount = _struct("TokenCount", input_tokens=int)
+AnthropicError = _struct("AnthropicError", type=str, error=dict[str, str])
 _MODEL: Object = {"owned_by": str, "root": str, "parent": str | None, "max_model_len": int}
 Model = _struct("Model", id=str, object=str, created=int, **_MODEL)
 ModelList = _struct("ModelList", object=str, data=[Model])
