@@ -72,7 +72,7 @@ def _build(
     sizes |= {"num_blocks": plan.num_blocks, "page_size": config.block_size, "valid_vocab": vocab}
     sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
     options = ModelOptions(**sizes, dtype=by_name(dtype))
-    built = build_model(backend, model, checkpoint.source, options, lambda done, total: report("weights", done, total))
+    built = build_model(backend, model, checkpoint.source, options, report)
     info = ModelInfo(
         name=name,
         architecture=model.architecture,
@@ -85,7 +85,7 @@ def _build(
         max_num_seqs=plan.slots,
         kv_tokens=plan.num_blocks * config.block_size,
         weight_bytes=plan.weight_bytes,
-        lines=plan.lines + config.lines(),
+        lines=[*plan.lines, ("graphs", f"{built.captures} of decode steps of up to {plan.slots} rows"), *config.lines()],
         warnings=warnings + plan.warnings,
     )
     shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]

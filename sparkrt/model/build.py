@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -25,21 +26,29 @@ from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend
 from sparkrt.runtime.owner import Owner
+from sparkrt.runtime.staging import Staging
 
-Progress = Callable[[int, int], None]  # (elements placed, elements in all)
+Progress = Callable[[str, int, int], None]  # (stage, done, total): elements of weights, then sizes of graphs
 
 
 def build_model(
     backend: GpuBackend, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None = None
 ) -> HybridModel:
-    """Place every weight on the device and allocate all that a step will need. Raises LoadError from the source."""
-    a = config.attention
+    """Place every weight on the device, allocate all that a step will need, and capture the decode steps.
+
+    Raises LoadError from the source.
+    """
+    a, report = config.attention, progress or (lambda stage, done, total: None)
     group = KvGroup(config.attention_layers, options.dtype, a.num_kv_heads, a.head_dim, options.page_size)
     with ExitStack() as undo:  # an allocation that fails half-way gives back what came before it
         owner = Owner(backend)
         undo.callback(owner.close)
-        built = _Builder(owner, config, source, options, progress)
-        decoder = built.decoder()
+        with closing(Staging(backend)) as staging:
+            built = _Builder(
+                WeightPlacer(owner, staging, options.dtype, options.batch_invariant), config, source, options, report
+            )
+            decoder = built.decoder()
+            staging.flush()
         kv = PagedKvCache(backend, [group], options.num_blocks)
         undo.callback(kv.close)
         dims, spare = built.state_dims(), options.state_snapshots
@@ -47,16 +56,19 @@ def build_model(
         undo.callback(states.close)
         model = HybridModel(owner, config, options, decoder, kv, states)
         undo.pop_all()
+        undo.callback(model.close)
+        model.capture_graphs(partial(report, "graphs"))
+        undo.pop_all()
         return model
 
 
 class _Builder:
     def __init__(
-        self, owner: Owner, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress | None
+        self, placer: WeightPlacer, config: ModelConfig, source: WeightSource, options: ModelOptions, progress: Progress
     ) -> None:
         self.config = config
         self.options = options
-        self.placer = WeightPlacer(owner, options.dtype, options.batch_invariant)
+        self.placer = placer
         self._source = source
         self._progress = progress
         self._total = sum(prod(shape) for shape in expected_tensors(config).values())
@@ -66,8 +78,7 @@ class _Builder:
     def _read(self, name: str) -> np.ndarray:
         values = self._source.get(name)
         self._done += values.size
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self._progress("weights", self._done, self._total)
         return values
 
     def _has(self, name: str) -> bool:
@@ -147,7 +158,8 @@ class _Builder:
         c = self.config.moe
         assert c is not None
         experts = Experts(
-            self.placer.matrix(self._read(f"{p}gate_up"), f"{p}gate_up"), self.placer.matrix(self._read(f"{p}down"), f"{p}down")
+            self.placer.matrix([self._read(f"{p}gate_up")], f"{p}gate_up"),
+            self.placer.matrix([self._read(f"{p}down")], f"{p}down"),
         )
         shared = None
         if c.shared_intermediate_size:

@@ -7,9 +7,11 @@ be launched in between: decode rows take their input from the device's feed tabl
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,14 +27,16 @@ from sparkrt.model.plan import PlanLimits, StepPlan
 from sparkrt.model.planner import Planner, StepRows
 from sparkrt.model.results import ResultBuffers, ResultLayout
 from sparkrt.model.sequence import Needs, SequenceState, SlotTable
-from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, padded_batch_n
+from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, buckets, padded_batch_n
 from sparkrt.ops.sampling import MARK_PROMPT
 from sparkrt.ops.sampling_rules import PROMPT_BIT
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import Event
+from sparkrt.runtime.backend import CaptureError, Event, OutOfMemory
 from sparkrt.runtime.comm import SoloComm
 from sparkrt.runtime.dtypes import DType, uint32
 from sparkrt.runtime.owner import Owner
+
+log = logging.getLogger(__name__)
 
 # Per row: 1024 biases (id and value) and 1024 stop ids beside the eos ids: the most a request may carry.
 _LIST_ELEMENTS = 2 * 1024 + 1024 + 64
@@ -156,7 +160,7 @@ class HybridModel:
             *(backend, backend.default_stream, self._scratch(), self._plan.device, self._tables),
             *(kv, states, SoloComm(backend), config.hidden_size),
         )
-        self._graphs = GraphCache(limit=4 * len({padded_batch_n(n) for n in range(1, o.max_num_seqs + 1)}))
+        self._graphs = GraphCache()
         self._in_flight: deque[_InFlight] = deque()
         self._events = [owner.event(), owner.event()]
         self._forward_done = owner.event()
@@ -177,8 +181,8 @@ class HybridModel:
 
     @property
     def captures(self) -> int:
-        """Graphs captured so far."""
-        return self._graphs.captures
+        """How many graphs there are: per row bucket a forward, a greedy and a sampling sampler; none if all steps run eagerly."""
+        return len(self._graphs)
 
     # --- sequences --------------------------------------------------------------------------------------------------------
     def new_sequence(
@@ -315,7 +319,7 @@ class HybridModel:
         """Enqueue one step and return its handle. At most two may be in flight."""
         assert len(self._in_flight) < 2, "collect a step before launching a third"
         host = self._plan.begin()
-        graph = not (batch.prefill or self.options.enforce_eager or any(layer.graph_veto for layer in self._decoder.layers))
+        graph = not batch.prefill and self._graphable
         bucket = padded_batch_n(len(batch.decode)) if graph else len(batch.decode)
         rows = self._planner.fill(host, batch, bucket)
         lists = self._lists(host, rows) if rows.needs & Needs.LISTS else None
@@ -334,18 +338,24 @@ class HybridModel:
             raise
         return self._read_back(rows, logits, hidden)
 
+    @property
+    def _graphable(self) -> bool:
+        return not (self.options.enforce_eager or any(layer.graph_veto for layer in self._decoder.layers))
+
     def _run(self, rows: StepRows, lists: SamplerLists | None, graph: bool) -> tuple[DeviceArray, DeviceArray]:
         """Forward, then sampler: two graphs with an event between where the shape repeats. Returns logits and hidden rows."""
         ctx = self._ctx
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
         if graph:
-            feed = self._sampler.feed
-            self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decoder.forward(ctx, feed, logits, gather=False))
+            self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decode(logits))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=rows.chosen)
         self._backend.record_event(self._forward_done, ctx.stream)
         self._sample(rows, logits, lists, graph)
         return logits, ctx.buffer("head" if rows.chosen else "normed", rows.logit_rows, self.config.hidden_size)
+
+    def _decode(self, logits: DeviceArray) -> None:
+        self._decoder.forward(self._ctx, self._sampler.feed, logits, gather=False)
 
     def _sample(self, rows: StepRows, logits: DeviceArray, lists: SamplerLists | None, graph: bool) -> None:
         """Choose tokens for the sampling rows, and score what was asked for."""
@@ -408,6 +418,23 @@ class HybridModel:
                 result.prompt_logprobs.append([view.row(at + j, int(t), k) for j, t in enumerate(targets)])
                 at += len(targets)
         return result
+
+    def capture_graphs(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture what decode steps of every size replay, largest first; a size that cannot be captured will run eagerly."""
+        if not self._graphable:
+            return
+        ctx, sizes = self._ctx, buckets(self.options.max_num_seqs)
+        for done, n in enumerate(sizes):
+            progress(done, len(sizes))
+            ctx.shape = StepShape(n)
+            logits = ctx.buffer("logits", n, self.config.vocab_size)
+            try:
+                self._graphs.capture(ctx, ("forward", n), partial(self._decode, logits))
+                for greedy in (True, False):
+                    self._graphs.capture(ctx, ("sampler", n, greedy), partial(self._sampler.sample, ctx, logits, None, greedy))
+            except (CaptureError, OutOfMemory) as error:
+                log.warning("decode steps of %d rows could not be captured: %s", n, error)
+        progress(len(sizes), len(sizes))
 
     # --- construction and end ---------------------------------------------------------------------------------------------
     def _scratch(self) -> Scratch:

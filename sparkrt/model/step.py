@@ -1,10 +1,12 @@
 """One step on the device: forward, then sampler, as two captured graphs where the shape repeats, eagerly where it does not.
 
-A graph's key is (row bucket, sampler kind) and nothing about occupants: slots, pages and lengths are read from the plan.
+A graph's key is (row bucket, sampler kind) and nothing about occupants: slots, pages and lengths are read from the plan. All of
+them are captured at start.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +24,18 @@ if TYPE_CHECKING:
     from sparkrt.model.residual import Residual
     from sparkrt.model.weight import Embedding, Linear, Norm
 
+log = logging.getLogger(__name__)
 _LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def padded_batch_n(n: int) -> int:
     """The row bucket of a decode step: the first rung that holds `n`; above the ladder, multiples of 64."""
     return next((rung for rung in _LADDER if rung >= n), -(-n // 64) * 64)
+
+
+def buckets(most: int) -> list[int]:
+    """Every row bucket that up to `most` decode rows can fall into, largest first."""
+    return sorted({padded_batch_n(n) for n in range(1, most + 1)}, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +115,26 @@ class SamplerState:
 
 @dataclass(slots=True)
 class GraphCache:
-    """Captured graphs by key, bounded: `captures` counts them for the start-up summary."""
+    """Graphs by key, captured at start. What has none runs eagerly, which is logged once per key."""
 
-    limit: int
-    captures: int = 0
     _graphs: dict[Hashable, GraphExec] = field(default_factory=dict)
+    _missed: set[Hashable] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def run(self, ctx: ForwardContext, key: Hashable, body: Callable[[], None]) -> None:
-        """Replay `key`, capturing `body` first if it is new; beyond the limit run it eagerly."""
         graph = self._graphs.get(key)
-        if graph is None:
-            if len(self._graphs) >= self.limit:
-                body()
-                return
-            graph = self._graphs[key] = self._capture(ctx, body)
-        ctx.backend.launch_graph(graph, ctx.stream)
+        if graph is not None:
+            ctx.backend.launch_graph(graph, ctx.stream)
+            return
+        if key not in self._missed:
+            self._missed.add(key)
+            log.warning("no graph was captured for %s: such steps run eagerly", key)
+        body()
 
-    def _capture(self, ctx: ForwardContext, body: Callable[[], None]) -> GraphExec:
+    def capture(self, ctx: ForwardContext, key: Hashable, body: Callable[[], None]) -> None:
+        """Record `body`, without running it. Whatever it raises leaves no capture open."""
         ctx.backend.begin_capture(ctx.stream)
         try:
             body()
@@ -132,9 +143,8 @@ class GraphCache:
                 ctx.backend.destroy_graph(ctx.backend.end_capture(ctx.stream))
             raise
         graph = ctx.backend.end_capture(ctx.stream)
-        self.captures += 1
         try:
-            return ctx.backend.instantiate(graph)
+            self._graphs[key] = ctx.backend.instantiate(graph)
         finally:
             ctx.backend.destroy_graph(graph)
 

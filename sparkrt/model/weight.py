@@ -22,6 +22,7 @@ from sparkrt.runtime.dtypes import DType
 if TYPE_CHECKING:
     from sparkrt.model.context import ForwardContext
     from sparkrt.runtime.owner import Owner
+    from sparkrt.runtime.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,13 @@ class Delta(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacer:
-    """Turns logical matrices into device weights in the format and packing that the backend computes with."""
+    """Turns logical matrices into device weights in the format and packing that the backend computes with.
+
+    They are there once `staging` is flushed.
+    """
 
     owner: Owner
+    staging: Staging
     dtype: DType
     batch_invariant: bool = False
 
@@ -59,21 +64,30 @@ class WeightPlacer:
 
     def array(self, values: np.ndarray, label: str, dtype: DType = dtypes.float32) -> DeviceArray:
         """Place values as they are. float32 unless told: a norm weight stored near 0 loses digits in bf16."""
-        return self.owner.put(values, dtype, label)
+        array = self.owner.empty(values.shape, dtype, label)
+        self.staging.copy(array, values)
+        return array
 
-    def matrix(self, values: np.ndarray, label: str) -> Weight:
-        """Place [..., N, K] (a matrix, or one per expert)."""
-        payload = values.swapaxes(-1, -2) if self.packing == "kn" else values
-        return Weight(values.shape, self.dtype, self.array(payload, label, self.dtype), self.packing)
+    def matrix(self, parts: Sequence[np.ndarray], label: str) -> Weight:
+        """Place [..., N, K] (a matrix, or one per expert); several matrices become one, the rows of one under the other's."""
+        if self.packing == "kn" or len(parts) == 1:
+            values = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            payload = self.array(values.swapaxes(-1, -2) if self.packing == "kn" else values, label, self.dtype)
+            return Weight(values.shape, self.dtype, payload, self.packing)
+        shape, at = (sum(len(part) for part in parts), *parts[0].shape[1:]), 0
+        payload = self.owner.empty(shape, self.dtype, label)
+        for part in parts:
+            self.staging.copy(payload.rows(at, at + len(part)), part)
+            at += len(part)
+        return Weight(shape, self.dtype, payload)
 
     def linear(self, parts: Sequence[np.ndarray], label: str, bias: Sequence[np.ndarray | None] = (), axis: int = 0) -> Linear:
         """One projection whose output columns are those of `parts` in order; parts of one format become one segment."""
-        fused = self.matrix(np.concatenate(parts) if len(parts) > 1 else parts[0], label)
         joined = None
         if any(b is not None for b in bias):
             columns = [np.zeros(p.shape[0], np.float32) if b is None else b for p, b in zip(parts, bias, strict=True)]
             joined = self.array(np.concatenate(columns), f"{label}.bias", self.dtype)
-        return Linear([Segment(fused, joined)], self.batch_invariant, axis)
+        return Linear([Segment(self.matrix(parts, label), joined)], self.batch_invariant, axis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparkrt.errors import CapacityError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams
+from sparkrt.model.build import build_model
+from sparkrt.model.checkpoint import open_checkpoint
+from sparkrt.model.model import ModelOptions
 from sparkrt.runtime import HostBackend, OutOfMemory
+from sparkrt.runtime.backend import Graph, GraphExec
 from tests.model.conftest import GREEDY, Bench
 
 RNG = np.random.default_rng(11)
@@ -21,7 +26,7 @@ def test_decode_step_makes_one_upload_and_no_blocking_read(bench: Bench) -> None
     seqs = [model.new_sequence(GREEDY, 200) for _ in range(3)]
     for seq in seqs:
         bench.prefill(seq, PROMPT[:20])
-    bench.decode(seqs, 2)  # captures
+    bench.decode(seqs, 2)
     with bench.backend.count() as traffic:
         handle = model.launch(ForwardBatch(decode=seqs))
     assert traffic.copies("h2d") == 1
@@ -112,10 +117,45 @@ def test_pipelined_steps_on_deferred_work_equal_direct_ones(open_bench: Callable
         got.append(int(model.collect(handles.pop(0)).tokens[0]))
     got.append(int(model.collect(handles.pop(0)).tokens[0]))
     assert got == expected
-    assert model.captures == (0 if eager else 2)
+    assert model.captures == (0 if eager else 12)  # forward and two samplers, for 1, 2, 4 and 8 rows
     model.release(seq)
     model.close()
     assert other.backend.leak_report() == ""
+
+
+def test_a_size_without_a_graph_runs_eagerly_and_is_logged_once(
+    open_bench: Callable[..., Bench], bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = HostBackend(debug=True)
+    instantiate, sizes = backend.instantiate, iter(range(99))
+
+    def full(graph: Graph) -> GraphExec:  # from the second size on
+        if next(sizes) >= 3:
+            raise OutOfMemory("no room for a graph")
+        return instantiate(graph)
+
+    monkeypatch.setattr(backend, "instantiate", full)
+    other = open_bench(backend)
+    assert other.model.captures == 3
+    assert other.answer(PROMPT[:70], 16) == bench.answer(PROMPT[:70], 16)
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("4 rows could not be captured: no room" in text for text in texts) == 1
+    assert sum("eagerly" in text for text in texts) == 2  # forward and sampler of one row
+    other.model.close()
+    assert backend.leak_report() == ""
+
+
+def test_an_interrupted_capture_gives_everything_back(r2_folder: Path) -> None:
+    backend, checkpoint = HostBackend(debug=True), open_checkpoint(str(r2_folder))
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "graphs" and done == 2:
+            raise KeyboardInterrupt
+
+    options = ModelOptions(6, 512, 1024, 64, checkpoint.config.vocab_size)
+    with pytest.raises(KeyboardInterrupt):
+        build_model(backend, checkpoint.config, checkpoint.source, options, interrupt)
+    assert backend.leak_report() == ""
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
