@@ -35,6 +35,10 @@ class Driver(Protocol):
         """Compute capability of each device. Raises CudaUnavailable when the driver does not work."""
         ...
 
+    def cards(self) -> list[str]:
+        """Each device in words; raises like `capabilities`."""
+        ...
+
 
 class LibCuda:
     """`Driver` by libcuda."""
@@ -65,6 +69,16 @@ class LibCuda:
             said = (name.value or b"").decode() or str(status)
             raise CudaUnavailable(f"the NVIDIA driver does not start ({said}): see nvidia-smi; use --device host", gpu=True)
         return [(self._attribute(_CAPABILITY_MAJOR, i), self._attribute(_CAPABILITY_MINOR, i)) for i in range(count.value)]
+
+    def cards(self) -> list[str]:
+        found, library = [], self._library
+        for i, (major, minor) in enumerate(self.capabilities()):
+            assert library is not None
+            name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t(0)
+            library.cuDeviceGetName(name, len(name), i)
+            library.cuDeviceTotalMem_v2(ctypes.byref(memory), i)
+            found.append(f"{name.value.decode()}, sm_{major}{minor}, {memory.value / 2**30:.1f} GiB")
+        return found
 
     def _attribute(self, attribute: int, device: int) -> int:
         assert self._library is not None

@@ -1,4 +1,4 @@
-"""The `sparkrt` command: `serve` is its one subcommand so far, with the field's flag names, checked here.
+"""The `sparkrt` command: `info`, and `serve` with the field's flag names, checked here.
 
 A flag is here if it does something today, or if scripts carry it and it can be accepted without lying; those of the second kind
 are named at start-up. Flags have no defaults of their own: those of `ServeArgs` and `EngineConfig` hold.
@@ -34,7 +34,11 @@ try:
     VERSION = version("sparkrt")
 except PackageNotFoundError:  # run from a source tree that was never installed
     VERSION = "0+source"
-_USAGE = "usage: sparkrt COMMAND ...\n\ncommands:\n  serve    serve a model over the OpenAI API (sparkrt serve --help)"
+_USAGE = """usage: sparkrt COMMAND ...
+
+commands:
+  serve    serve a model over the OpenAI API (sparkrt serve --help)
+  info     say what this machine has, and what is missing to use its GPU"""
 BUNDLED = "sparkrt-tiny"
 ENGINE_OPTIONS = {option.name for option in fields(EngineConfig)}
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -94,6 +98,11 @@ def main(argv: list[str] | None = None) -> int:
             return run(parse(rest), load_engine, load_text)
         except KeyboardInterrupt:  # before anything was there to be stopped
             return 0
+    if command == "info" and not rest:
+        from sparkrt.runtime.report import report
+
+        print(f"sparkrt {VERSION}", *(f"  {what:<12} {value}" for what, value in report()), sep="\n")
+        return 0
     if command in ("-h", "--help", "help", "-V", "--version", "version"):
         print(f"sparkrt {VERSION}" if command in ("-V", "--version", "version") else _USAGE)
         return 0

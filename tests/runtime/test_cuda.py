@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import pytest
 from sparkrt.errors import LoadError
 from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.cuda import CudaBackend
-from sparkrt.runtime.driver import CudaUnavailable, Installed, preflight
+from sparkrt.runtime.driver import CudaUnavailable, Installed, LibCuda, preflight
 from sparkrt.runtime.kernels import KernelBuild
+from sparkrt.runtime.report import report
+from sparkrt.serve.cli import main
 
 BUILD = KernelBuild((13, 0), ("80", "90a"))
 METHODS = [name for name, member in vars(GpuBackend).items() if inspect.isfunction(member) and not name.startswith("_")]
@@ -28,6 +33,9 @@ class FakeDriver:
 
     def capabilities(self) -> list[tuple[int, int]]:
         return self.devices
+
+    def cards(self) -> list[str]:
+        return [f"Fake {number}" for number in self.devices]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -59,6 +67,50 @@ def test_preflight_names_what_is_missing(driver: FakeDriver, installed: Installe
     with pytest.raises(CudaUnavailable, match=says) as caught:
         preflight(0, driver, lambda: installed)
     assert caught.value.gpu == gpu
+
+
+@pytest.fixture
+def old_libcuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LibCuda:
+    """The driver of a machine whose libcuda is a stub: one sm_90 device, and nothing newer than CUDA 12.8."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    source.write_text(
+        """#include <stddef.h>
+        #include <string.h>
+        int cuInit(unsigned f) { return 0; }
+        int cuDriverGetVersion(int* v) { *v = 12080; return 0; }
+        int cuDeviceGetCount(int* n) { *n = 1; return 0; }
+        int cuDeviceGetAttribute(int* v, int attribute, int device) { *v = attribute == 75 ? 9 : 0; return 0; }
+        int cuDeviceGetName(char* name, int size, int device) { strcpy(name, "Stub"); return 0; }
+        int cuDeviceTotalMem_v2(size_t* bytes, int device) { *bytes = (size_t)3 << 30; return 0; }"""
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    opened = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: opened(str(library) if name == library.name else name))
+    return LibCuda()
+
+
+def test_a_driver_too_old_is_named_with_the_one_that_is_needed(old_libcuda: LibCuda) -> None:
+    with pytest.raises(CudaUnavailable, match=r"driver supports CUDA 12\.8, .* built with 13\.0: install driver branch 580"):
+        preflight(0, old_libcuda, lambda: Installed(BUILD, True, True))
+    lines = dict(report(old_libcuda))
+    assert lines["card"] == "Stub, sm_90, 3.0 GiB"
+    assert lines["driver"] == "supports CUDA 12.8"
+
+
+def test_a_report_of_a_machine_without_anything() -> None:
+    lines = dict(report(FakeDriver(None)))
+    assert lines["card"] == lines["driver"] == "none"
+    assert "no NVIDIA driver is installed" in lines["missing"]
+
+
+def test_the_info_command_answers_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("python", "card", "kernels", "missing"))
+    assert main(["info", "more"]) == 2
 
 
 def test_a_device_that_is_not_there() -> None:
