@@ -49,5 +49,30 @@ class DeviceArray:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
         return self.head(*shape)
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.view is not None:
+            raise AttributeError("this array is not in CUDA memory")
+        from sparkrt.runtime.interop import cuda_array_interface
+
+        return cuda_array_interface(self)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """For `cupy.from_dlpack` and the like (`numpy.from_dlpack` on the host); what was issued before is done then."""
+        if self.view is not None:
+            return self.view.__dlpack__(**options)
+        from sparkrt.runtime.interop import dlpack
+
+        return dlpack(self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if self.view is not None:
+            device: tuple[int, int] = self.view.__dlpack_device__()
+            return device
+        from sparkrt.runtime.interop import CUDA
+        from sparkrt.runtime.interop import device as current
+
+        return CUDA, current()
+
     def __repr__(self) -> str:
         return f"DeviceArray({self.dtype}{list(self.shape)} @ {self.ptr.address:#x})"
