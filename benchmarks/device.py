@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.shapes import QuickRng
 from sparkrt.ops.operator import Operator
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import DevicePtr, Graph, GraphExec
+from sparkrt.runtime.backend import DevicePtr, Graph, GraphExec, Stream
 from sparkrt.runtime.cuda import CudaBackend
 from sparkrt.runtime.dtypes import DType
 
@@ -171,6 +172,35 @@ class DeviceBench:
         finally:
             for ptr in taken:
                 self.backend.free(ptr)
+
+
+class GraphClock:
+    """While entered, measures every graph that the backend of `model` launches: their `seconds` on the device, in all."""
+
+    def __init__(self, model: Any) -> None:
+        self._backend = model._backend
+        self._pairs: list[tuple[Any, Any]] = []
+        self.seconds = 0.0
+
+    def __enter__(self) -> GraphClock:
+        launch = self._backend.launch_graph
+
+        def timed(graph: GraphExec, stream: Stream) -> None:
+            pair = tuple(_checked(rt.cudaEventCreate()) for _ in range(2))
+            _checked(rt.cudaEventRecord(pair[0], stream.handle))
+            launch(graph, stream)
+            _checked(rt.cudaEventRecord(pair[1], stream.handle))
+            self._pairs.append(pair)
+
+        self._backend.launch_graph = timed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._backend.launch_graph  # the class's own again
+        self._backend.synchronize()
+        self.seconds = sum(_checked(rt.cudaEventElapsedTime(*pair)) for pair in self._pairs) * 1e-3
+        for event in chain.from_iterable(self._pairs):
+            _checked(rt.cudaEventDestroy(event))
 
 
 def _payload(value: Any, dtype: DType | None) -> Any:
