@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ import numpy as np
 from sparkrt.cache.paged import PagedKvCache
 from sparkrt.cache.prefix import Match, PrefixCache
 from sparkrt.cache.state import StatePool
-from sparkrt.errors import CapacityError
+from sparkrt.errors import CapacityError, SparkrtError
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.context import F32, I32, ForwardContext, Reservation, Scratch, StepShape
@@ -125,8 +126,6 @@ class _InFlight:
     rows: StepRows
     words: np.ndarray  # the pinned result buffer, int32
     done: Event
-    logits: DeviceArray
-    hidden: DeviceArray
 
 
 class HybridModel:
@@ -163,7 +162,6 @@ class HybridModel:
         self._graphs = GraphCache()
         self._in_flight: deque[_InFlight] = deque()
         self._events = [owner.event(), owner.event()]
-        self._forward_done = owner.event()
         self._next_handle = 0
 
     # --- capacity ---------------------------------------------------------------------------------------------------------
@@ -331,28 +329,28 @@ class HybridModel:
                 self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
         try:
             self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill), rows.snapshots)
-            logits, hidden = self._run(rows, lists, graph)
+            self._run(rows, lists, graph)
         except BaseException:
             for layer in self._decoder.layers:
                 layer.rearm()
+            with suppress(SparkrtError):
+                self._backend.synchronize(self._ctx.stream)  # nobody collects this step, and its plan will be written over
             raise
-        return self._read_back(rows, logits, hidden)
+        return self._read_back(rows)
 
     @property
     def _graphable(self) -> bool:
         return not (self.options.enforce_eager or any(layer.graph_veto for layer in self._decoder.layers))
 
-    def _run(self, rows: StepRows, lists: SamplerLists | None, graph: bool) -> tuple[DeviceArray, DeviceArray]:
-        """Forward, then sampler: two graphs with an event between where the shape repeats. Returns logits and hidden rows."""
+    def _run(self, rows: StepRows, lists: SamplerLists | None, graph: bool) -> None:
+        """Forward, then sampler: two graphs where the shape repeats."""
         ctx = self._ctx
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
         if graph:
             self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decode(logits))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=rows.chosen)
-        self._backend.record_event(self._forward_done, ctx.stream)
         self._sample(rows, logits, lists, graph)
-        return logits, ctx.buffer("head" if rows.chosen else "normed", rows.logit_rows, self.config.hidden_size)
 
     def _decode(self, logits: DeviceArray) -> None:
         self._decoder.forward(self._ctx, self._sampler.feed, logits, gather=False)
@@ -369,7 +367,7 @@ class HybridModel:
             ctx.launch(MARK_PROMPT, self._sampler.counts, slots, ids, cu, starts)
         if n:
             greedy = not rows.needs & Needs.SAMPLER
-            chosen = logits.rows(0, n)
+            chosen = ctx.buffer("logits", n, self.config.vocab_size)
             if graph and lists is None:
                 self._graphs.run(ctx, ("sampler", n, greedy), lambda: self._sampler.sample(ctx, chosen, None, greedy))
             else:
@@ -384,7 +382,7 @@ class HybridModel:
         ids, values, stops = self._planner.lists(host, rows)
         return SamplerLists(self._plan.append(ids), self._plan.append(values), self._plan.append(stops))
 
-    def _read_back(self, rows: StepRows, logits: DeviceArray, hidden: DeviceArray) -> int:
+    def _read_back(self, rows: StepRows) -> int:
         """Copy results to pinned memory behind the step; the whole block only if log-probabilities were asked for."""
         turn = self._next_handle & 1
         words = self._results.host[turn]
@@ -392,7 +390,7 @@ class HybridModel:
         if used:
             self._backend.copy_d2h(words[:used], self._results.ptr, self._ctx.stream)
         self._backend.record_event(self._events[turn], self._ctx.stream)
-        self._in_flight.append(_InFlight(self._next_handle, rows, words, self._events[turn], logits, hidden))
+        self._in_flight.append(_InFlight(self._next_handle, rows, words, self._events[turn]))
         self._next_handle += 1
         return self._next_handle - 1
 
@@ -402,10 +400,12 @@ class HybridModel:
         assert step.handle == handle, "steps are collected in the order they were launched"
         self._backend.event_synchronize(step.done)
         rows, live = step.rows, len(step.rows.sequences)
-        logits, hidden = step.logits.rows(0, live), step.hidden.rows(0, live)
+        logits = self._ctx.buffer("logits", live, self.config.vocab_size)
+        hidden = self._ctx.buffer("head" if rows.chosen else "normed", live, self.config.hidden_size)
         result = MixedBatchResult(step.words[:live].copy(), [None] * live, [], logits, hidden)
         for seq, length in zip(rows.touched, rows.lengths, strict=True):
-            seq.kv_valid_tokens = max(seq.kv_valid_tokens, length)
+            if length > seq.kv_valid_tokens:
+                seq.kv_valid_tokens = length
         if rows.needs & Needs.LOGPROBS:
             view = self._results.scores(step.words)
             for i, seq in enumerate(rows.sequences):

@@ -71,8 +71,6 @@ class StepPlan:
         self.elements = at + limits.tail
         self._device = owner.alloc(self.elements * 4, "plan")
         self._raw = [owner.pinned(self.elements, "plan") for _ in range(2)]
-        self._uploaded = [owner.event() for _ in range(2)]
-        self._waiting = [False, False]
         self._views = [self._host_views(raw, offsets) for raw in self._raw]
         self.device = {
             name: backend.array(self._device.offset(offsets[name] * 4), dtypes.float32 if is_float else dtypes.int32, shape)
@@ -89,11 +87,8 @@ class StepPlan:
         return views
 
     def begin(self) -> dict[str, np.ndarray]:
-        """The host arrays to fill for the next step."""
+        """The host arrays to fill for the next step: those of two steps ago, which was collected, so its upload is over."""
         self._turn ^= 1
-        event = self._uploaded[self._turn]
-        if self._waiting[self._turn] and not self._backend.event_query(event):
-            self._backend.event_synchronize(event)  # two steps old: done unless the device is far behind
         self._tail = 0
         return self._views[self._turn]
 
@@ -115,5 +110,3 @@ class StepPlan:
         """One asynchronous copy of the used part."""
         used = self.fixed + self._tail
         self._backend.copy_h2d(self._device, self._raw[self._turn][:used], stream)
-        self._backend.record_event(self._uploaded[self._turn], stream)
-        self._waiting[self._turn] = True

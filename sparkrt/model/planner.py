@@ -21,16 +21,13 @@ class StepRows:
 
     sampling: int
     sequences: list[SequenceState]
-    needs: Needs
+    needs: int
     prefill_tokens: int = 0
+    scored: int = 0
     targets: list[np.ndarray] = field(default_factory=list)
     snapshots: tuple[tuple[int, int], ...] = ()  # (row of activations, spare slot)
     touched: list[SequenceState] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-
-    @property
-    def scored(self) -> int:
-        return sum(len(t) for t in self.targets)
 
     @property
     def chosen(self) -> bool:
@@ -43,50 +40,63 @@ class StepRows:
 
 
 class Planner:
-    """Decode rows first, `bucket` of them with padding (dummy slot, nothing written), then the prefill slices."""
+    """Decode rows first, `bucket` of them with padding (dummy slot, nothing written), then the prefill slices.
+
+    Most steps decode the rows of the last one: what does not change with a token is then left as it is in the plan.
+    """
 
     def __init__(self, table: SlotTable, page_size: int, first_spare: int) -> None:
         self._table = table
-        self._page = page_size
         self._first_spare = first_spare
+        self._shift, self._mask = page_size.bit_length() - 1, page_size - 1  # a power of two
+        self._decode: list[SequenceState] = []
+        self._slots = np.empty(0, np.int64)  # of `_decode`, padded to the bucket
+        self._first_block = self._slots  # where their rows of the block table begin
+        self._held: dict[int, np.ndarray] = {}  # by plan buffer: the `_slots` it was last written for
 
     def fill(self, host: dict[str, np.ndarray], batch: ForwardBatch, bucket: int) -> StepRows:
-        decode = batch.decode
-        n = len(decode)
-        needs = Needs.NOTHING
-        for seq in decode:
+        decode, needs = batch.decode, Needs.NOTHING
+        lengths = []
+        for seq in decode:  # in flight from here on: a position is taken when its step is launched, not when its token is read
             needs |= seq.needs
-        if n:
-            self._decode_rows(host, decode, bucket)
-        rows = StepRows(bucket, list(decode), needs)
-        if batch.prefill:
-            self._prefill_rows(host, batch.prefill, rows)
-        self._sampler_rows(host, rows)
-        for seq in rows.sequences:
+            seq.length += 1
             seq.generated += 1
-        rows.touched = [*decode, *(p.seq for p in batch.prefill)]
-        rows.lengths = [s.length for s in rows.touched]
+            lengths.append(seq.length)
+        rows = StepRows(bucket, list(decode), needs, touched=list(decode), lengths=lengths)
+        held = bool(decode) and self._decode_rows(host, decode, bucket)
+        if batch.prefill:
+            self._held.pop(id(host), None)
+            self._prefill_rows(host, batch.prefill, rows)
+        self._sampler_rows(host, rows, held)
         return rows
 
-    def _decode_rows(self, host: dict[str, np.ndarray], decode: list[SequenceState], bucket: int) -> None:
-        n, table, page = len(decode), self._table, self._page
-        slots = host["decode_slots"][:bucket]
-        slots[:n] = [s.guard.index for s in decode]
-        slots[n:] = table.dummy
-        positions = table.length[slots]
-        host["ids"][:bucket] = 0
-        host["feed_slots"][:bucket] = slots
+    def _decode_rows(self, host: dict[str, np.ndarray], decode: list[SequenceState], bucket: int) -> bool:
+        """Returns whether this plan buffer held the same rows before."""
+        n, table = len(decode), self._table
+        if len(self._slots) != bucket or self._decode != decode:  # sequences compare by identity
+            self._decode = list(decode)
+            self._slots = np.full(bucket, table.dummy, np.int64)
+            self._slots[:n] = [seq.guard.index for seq in decode]
+            self._first_block = self._slots * table.blocks.shape[1]
+        slots = self._slots
+        positions = table.length.take(slots)
+        slot_map = table.blocks.take(self._first_block + (positions >> self._shift))
+        slot_map <<= self._shift
+        slot_map |= positions & self._mask
         host["positions"][:bucket] = positions
-        slot_map = table.blocks[slots, positions // page] * page + positions % page
-        slot_map[n:] = -1
-        host["slot_map"][:bucket] = slot_map
-        kv_len = host["decode_kv_len"][:bucket]
-        kv_len[:n] = positions[:n] + 1
-        kv_len[n:] = 0
-        # In flight from here on: a position is taken when its step is launched, not when its token is read.
-        table.length[slots[:n]] += 1
-        for seq in decode:
-            seq.length += 1
+        host["slot_map"][:n] = slot_map[:n]
+        positions += 1
+        host["decode_kv_len"][:n] = positions[:n]
+        table.length[slots[:n]] = positions[:n]
+        if self._held.get(id(host)) is slots:
+            return True
+        self._held[id(host)] = slots
+        host["ids"][:bucket] = 0
+        for name in ("decode_slots", "feed_slots"):
+            host[name][:bucket] = slots
+        host["slot_map"][n:bucket] = -1
+        host["decode_kv_len"][n:bucket] = 0
+        return False
 
     def _prefill_rows(self, host: dict[str, np.ndarray], slices: list[PrefillSlice], rows: StepRows) -> None:
         table, at = self._table, rows.sampling
@@ -116,6 +126,8 @@ class Planner:
                 rows.snapshots += ((at - n + position - p.start, slot),)
         host["feed_slots"][first:at] = -1
         rows.prefill_tokens = at - first
+        rows.touched += [p.seq for p in slices]
+        rows.lengths += [p.seq.length for p in slices]
         self._logit_rows(host, slices, rows, first)
 
     def _logit_rows(self, host: dict[str, np.ndarray], slices: list[PrefillSlice], rows: StepRows, first: int) -> None:
@@ -128,6 +140,7 @@ class Planner:
                 count += 1
                 rows.sequences.append(p.seq)
                 rows.needs |= p.seq.needs
+                p.seq.generated += 1
         rows.sampling = count
         for i, p in enumerate(slices):
             if p.targets is not None:
@@ -135,19 +148,23 @@ class Planner:
                 chosen[count : count + n] = first + cu[i] + np.arange(n)
                 host["logit_targets"][count : count + n] = p.targets
                 rows.targets.append(p.targets)
+                rows.scored += n
                 count += n
 
-    def _sampler_rows(self, host: dict[str, np.ndarray], rows: StepRows) -> None:
-        table, n = self._table, rows.sampling
-        slots = host["sample_slots"][:n]
-        live = len(rows.sequences)
-        slots[:live] = [s.guard.index for s in rows.sequences]
-        slots[live:] = table.dummy
+    def _sampler_rows(self, host: dict[str, np.ndarray], rows: StepRows, held: bool) -> None:
+        """`held`: the rows are those that this plan buffer had before."""
+        table, n, live = self._table, rows.sampling, len(rows.sequences)
+        slots = self._slots
+        if rows.prefill_tokens:
+            slots = np.full(n, table.dummy, np.int64)
+            slots[:live] = [s.guard.index for s in rows.sequences]
+        if not held or rows.prefill_tokens:
+            host["sample_slots"][:n] = slots
         if rows.needs & Needs.SAMPLER:
-            host["params_f"][:n] = table.params_f[slots]
-            params = table.params_i[slots]
-            params[:, sampling.I_STEP] = table.generated[slots]
-            host["params_i"][:n] = params
+            if not held or rows.prefill_tokens:
+                host["params_f"][:n] = table.params_f[slots]
+                host["params_i"][:n] = table.params_i[slots]
+            host["params_i"][:n, sampling.I_STEP] = table.generated.take(slots)
             host["bias_indptr"][: n + 1] = 0
             host["stop_indptr"][: n + 1] = 0
         table.generated[slots[:live]] += 1

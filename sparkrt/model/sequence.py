@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntFlag
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,18 @@ from sparkrt.model.batch import SamplerParams
 from sparkrt.ops import sampling_rules as sampling
 
 
-class Needs(IntFlag):
-    """What a sequence's sampler rows need beyond an argmax."""
+class Needs:
+    """Bits of what a sequence's sampler rows need beyond an argmax. Plain ints: an IntFlag's `|` takes a microsecond, a row's."""
 
     NOTHING = 0
     SAMPLER = 1  # temperature, penalties, restrictions
     LISTS = 2  # per-row lists: logit bias, or stop ids banned until min_tokens
     LOGPROBS = 4
-    MASK = 16  # a mask of its own for this step
     COUNTS = 8  # penalties look at the prompt and at what was generated
+    MASK = 16  # a mask of its own for this step
 
     @classmethod
-    def of(cls, p: SamplerParams) -> Needs:
+    def of(cls, p: SamplerParams) -> int:
         needs = cls.NOTHING
         if not p.plain_greedy:
             needs |= cls.SAMPLER
@@ -61,7 +60,7 @@ class SequenceState:
     generated: int = 0  # tokens sampled or in flight
     kv_valid_tokens: int = 0
     adapter_id: int = 0
-    needs: Needs = Needs.NOTHING
+    needs: int = Needs.NOTHING
     mask: np.ndarray | None = None  # of `masked` params: uint32 bits, to be filled before every step that samples
     counted: bool = False  # its counts are on the device already: its prompt is not to be marked
     aux: dict[str, Any] = field(default_factory=dict)  # per-layer auxiliary state (snapshot_aux / restore_aux)

@@ -38,6 +38,7 @@ from sparkrt.runtime.ledger import address_of
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
+_COPIES = ("HostToDevice", "DeviceToHost", "DeviceToDevice")
 _CAPTURE = range(900, 909)  # cudaErrorStreamCaptureUnsupported … cudaErrorStreamCaptureWrongThread
 
 
@@ -85,6 +86,8 @@ class CudaBackend:
         from cuda.bindings import runtime
 
         self._rt = rt = runtime
+        kind = rt.cudaMemcpyKind  # whose members take a while to look up
+        self._h2d, self._d2h, self._d2d = (getattr(kind, f"cudaMemcpy{name}") for name in _COPIES)
         self._debug = machine.debug_enabled() if debug is None else debug
         self._check(rt.cudaSetDevice(device), "cudaSetDevice")
         p = self._check(rt.cudaGetDeviceProperties(device), "cudaGetDeviceProperties")
@@ -156,19 +159,16 @@ class CudaBackend:
     # copies
     def copy_h2d(self, dst: DevicePtr, src: Any, stream: Stream | None = None) -> None:
         address, nbytes = self._host_memory(src, stream, "copy_h2d source")
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._copy("copy_h2d", stream, lambda handle: self._rt.cudaMemcpyAsync(dst.address, address, nbytes, kind, handle))
+        self._copy("copy_h2d", stream, self._rt.cudaMemcpyAsync, dst.address, address, nbytes, self._h2d)
 
     def copy_d2h(self, dst: Any, src: DevicePtr, stream: Stream | None = None) -> None:
         address, nbytes = self._host_memory(dst, stream, "copy_d2h target")
         if not dst.flags.writeable:
             raise ValueError("copy_d2h target: the array is read-only")
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._copy("copy_d2h", stream, lambda handle: self._rt.cudaMemcpyAsync(address, src.address, nbytes, kind, handle))
+        self._copy("copy_d2h", stream, self._rt.cudaMemcpyAsync, address, src.address, nbytes, self._d2h)
 
     def copy_d2d(self, dst: DevicePtr, src: DevicePtr, nbytes: int, stream: Stream | None = None) -> None:
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        self._copy("copy_d2d", stream, lambda handle: self._rt.cudaMemcpyAsync(dst.address, src.address, nbytes, kind, handle))
+        self._copy("copy_d2d", stream, self._rt.cudaMemcpyAsync, dst.address, src.address, nbytes, self._d2d)
 
     def copy_d2d_2d(
         self, dst: DevicePtr, dst_pitch: int, src: DevicePtr, src_pitch: int, width: int, rows: int, stream: Stream | None = None
@@ -176,22 +176,21 @@ class CudaBackend:
         if width > min(dst_pitch, src_pitch) or min(width, rows) < 0:
             raise ValueError(f"copy_d2d_2d: {rows} rows of {width} bytes with pitches {dst_pitch} and {src_pitch}")
         shape = dst.address, dst_pitch, src.address, src_pitch, width, rows
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        self._copy("copy_d2d_2d", stream, lambda handle: self._rt.cudaMemcpy2DAsync(*shape, kind, handle))
+        self._copy("copy_d2d_2d", stream, self._rt.cudaMemcpy2DAsync, *shape, self._d2d)
 
     def memset(self, ptr: DevicePtr, value: int, nbytes: int, stream: Stream | None = None) -> None:
         if not 0 <= value <= 0xFF:
             raise ValueError(f"memset: {value} is not a byte")
-        self._copy("memset", stream, lambda handle: self._rt.cudaMemsetAsync(ptr.address, value, nbytes, handle))
+        self._copy("memset", stream, self._rt.cudaMemsetAsync, ptr.address, value, nbytes)
 
-    def _copy(self, what: str, stream: Stream | None, issue: Any) -> None:
+    def _copy(self, what: str, stream: Stream | None, function: Any, *args: Any) -> None:
         """Without a stream the copy comes after everything issued so far, on any stream, and the host waits for it."""
         if stream is not None:
-            self._check(issue(stream.handle), what)
+            self._check(function(*args, stream.handle), what)
             return
         self._forbid_capture(f"a blocking {what}")
         self._check(self._rt.cudaDeviceSynchronize(), what)
-        self._check(issue(self._default.handle), what)
+        self._check(function(*args, self._default.handle), what)
         self._check(self._rt.cudaStreamSynchronize(self._default.handle), what)
 
     def _host_memory(self, array: Any, stream: Stream | None, what: str) -> tuple[int, int]:
@@ -307,12 +306,12 @@ class CudaBackend:
 
     def _check(self, result: tuple[Any, ...], operation: str) -> Any:
         """The values of a call, or its error as an exception."""
-        error, *values = result
-        if int(error):
+        error = result[0]
+        if error:
             self._rt.cudaGetLastError()  # told here: the next call must not tell it again
             if int(error) == _OUT_OF_MEMORY:
                 raise OutOfMemory(f"{operation}: the device has no memory left")
             if int(error) in _CAPTURE:
                 raise CaptureError(f"{operation}: {error.name}")
             raise CudaError(error.name, operation)
-        return values[0] if len(values) == 1 else values
+        return result[1] if len(result) == 2 else result[1:]
