@@ -9,9 +9,10 @@ READY := .venv/ready-$(KEY)
 # Without a GPU kernels would take minutes to compile and never run; `make kernels` compiles them anywhere.
 INSTALL_ARCHS := $(or $(SPARKRT_CUDA_ARCHS),$(if $(wildcard /dev/nvidiactl /dev/dxg),,none))
 INSTALL := $(if $(INSTALL_ARCHS),SPARKRT_CUDA_ARCHS=$(INSTALL_ARCHS) )$(PY) -m pip install --quiet --disable-pip-version-check
+WHEEL_ARCHS := 80,90a,100a,120a,121a
 READY_DEV := .venv/ready-dev-$(KEY)
 
-.PHONY: help serve test lint format kernels build build-report gpu-test bench goldens clean
+.PHONY: help serve test lint format kernels build-report gpu-test wheel bench goldens clean
 
 help:
 	@echo "make serve    serve the bundled model on port $(PORT) (ARGS='MODEL --flag ...' for another)"
@@ -20,7 +21,7 @@ help:
 	@echo "make format   let ruff and clang-format rewrite the sources"
 	@echo "make kernels  compile the CUDA kernels in place (SPARKRT_CUDA_ARCHS=80,90a for other GPUs than this machine's)"
 	@echo "make gpu-test run the tests that need a GPU"
-	@echo "make build    compile the CUDA kernels (where nvcc is found) and build the wheel"
+	@echo "make wheel    build a wheel that carries kernels for $(WHEEL_ARCHS) (SPARKRT_CUDA_ARCHS=90a for fewer)"
 	@echo "make build-report  list the kernels' registers and spills"
 	@echo "make bench    measure tokens per second on this machine"
 	@echo "make goldens  write tests/goldens anew with transformers, in an environment of their own"
@@ -57,9 +58,9 @@ build-report: kernels
 gpu-test: kernels
 	@$(PY) -m pytest -q -n 0 -m gpu $(ARGS) tests/gpu
 
-build: $(READY_DEV)
-	@$(PY) setup.py -q build_cuda --build-lib build/lib
-	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+# its users need no nvcc; a minute of two cores for each architecture
+wheel: $(READY_DEV)
+	@SPARKRT_CUDA_ARCHS=$(or $(SPARKRT_CUDA_ARCHS),$(WHEEL_ARCHS)) $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
 bench: $(READY)

@@ -1,6 +1,6 @@
 """Builds the CUDA kernels where nvcc is found; without it, sparkrt installs for the host alone and says so.
 
-`pip install` runs build_kernels.py as part of the build, `python setup.py build_cuda` alone (make build). Everything else is
+`pip install` runs build_kernels.py as part of the build, `python setup.py build_cuda` alone. Everything else is
 in pyproject.toml.
 """
 

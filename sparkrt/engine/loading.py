@@ -21,6 +21,7 @@ from sparkrt.model.checkpoint import Checkpoint, bundled_model, open_checkpoint
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.keys import read_json
 from sparkrt.model.model import ModelOptions
+from sparkrt.model.nvtx import annotate_model
 from sparkrt.model.spec import expected_tensors
 from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.backend import MemoryInfo
@@ -32,6 +33,7 @@ from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools import MARKS
 
 HOST_SHARE = 0.25  # of the memory the weights leave, for KV and state: a laptop has other things to do
+SYSTEM_SHARE = 0.125  # of memory that a GPU shares with the processor, left to the system: its own part, page cache, this process
 _DEFAULTS = {"host": (32, 512), "cuda": (256, 2048)}  # slots, tokens a step: 512 are a third of a second on two cores
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config, under our names
 
@@ -73,6 +75,8 @@ def _build(
     sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
     options = ModelOptions(**sizes, dtype=by_name(dtype))
     built = build_model(backend, model, checkpoint.source, options, report)
+    if config.nvtx:
+        annotate_model(built)
     info = ModelInfo(
         name=name,
         architecture=model.architecture,
@@ -141,7 +145,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
     slots, tokens = _DEFAULTS[config.device]
     slots, tokens = config.max_num_seqs or slots, config.max_num_batched_tokens or tokens
     weights = weight_bytes(model, dtype, on_host)
-    room = memory.free - weights - (0 if on_host else memory.total - int(memory.total * config.gpu_memory_utilization))
+    spared = 0 if on_host else memory.total - int(memory.total * config.gpu_memory_utilization)
+    if memory.unified:
+        spared = max(spared, int(memory.total * SYSTEM_SHARE))
+    room = memory.free - weights - spared
     if room <= 0:
         raise LoadError(
             f"the weights need {_size(weights)} as {dtype}, {_size(memory.free)} of {_size(memory.total)} are free: "

@@ -24,6 +24,7 @@ from sparkrt.errors import CapacityError, SparkrtError
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.context import F32, I32, ForwardContext, Reservation, Scratch, StepShape
+from sparkrt.model.layers.layer import TransformerLayer
 from sparkrt.model.plan import PlanLimits, StepPlan
 from sparkrt.model.planner import Planner, StepRows
 from sparkrt.model.results import ResultBuffers, ResultLayout
@@ -32,7 +33,7 @@ from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, 
 from sparkrt.ops.sampling import MARK_PROMPT
 from sparkrt.ops.sampling_rules import PROMPT_BIT
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import CaptureError, Event, OutOfMemory
+from sparkrt.runtime.backend import CaptureError, Event, GpuBackend, OutOfMemory
 from sparkrt.runtime.comm import SoloComm
 from sparkrt.runtime.dtypes import DType, uint32
 from sparkrt.runtime.owner import Owner
@@ -181,6 +182,15 @@ class HybridModel:
     def captures(self) -> int:
         """How many graphs there are: per row bucket a forward, a greedy and a sampling sampler; none if all steps run eagerly."""
         return len(self._graphs)
+
+    @property
+    def backend(self) -> GpuBackend:
+        return self._backend
+
+    def wrap_layers(self, wrap: Callable[[int, TransformerLayer], Any]) -> None:
+        """Put something that behaves like it in each layer's place, by number. What is captured already stays as it was."""
+        layers = [wrap(i, layer) for i, layer in enumerate(self._decoder.layers)]
+        self._decoder = dataclasses.replace(self._decoder, layers=layers)
 
     # --- sequences --------------------------------------------------------------------------------------------------------
     def new_sequence(

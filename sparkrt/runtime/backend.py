@@ -77,11 +77,15 @@ class DeviceProperties:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes. `free` is what the device says now; `allocated` what this backend handed out."""
+    """Bytes. `free` is what the device says now; `allocated` what this backend handed out.
+
+    `unified`: the GPU's memory is the system's, and what one takes the other lacks.
+    """
 
     free: int
     total: int
     allocated: int
+    unified: bool = False
 
 
 class Launchable(Protocol):

@@ -117,7 +117,10 @@ class CudaBackend:
 
     def memory_info(self) -> MemoryInfo:
         free, total = self._check(self._rt.cudaMemGetInfo(), "cudaMemGetInfo")
-        return MemoryInfo(free, total, sum(self._device.size.values()))
+        unified = self._properties.unified_memory
+        if unified:  # CUDA does not count what the page cache would give back
+            free = min(total, machine.available_memory())
+        return MemoryInfo(free, total, sum(self._device.size.values()), unified)
 
     # memory
     def alloc(self, nbytes: int, label: str = "") -> DevicePtr:

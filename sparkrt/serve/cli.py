@@ -179,6 +179,7 @@ def _build() -> argparse.ArgumentParser:
     add("--seed", type=_seed, help="seed of seeds, and of dummy weights")
     add("--enforce-eager", action="store_true", help="no graphs")
     add("--batch-invariant", action="store_true", help="one reduction order whatever the batch")
+    add("--nvtx", action="store_true", help="name layers and operators for a profiler (with --enforce-eager)")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="launch a step before the last is read")
     add("--tensor-parallel-size", "-tp", "--tp-size", metavar="N", help="1 is all there is yet")
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")

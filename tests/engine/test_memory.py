@@ -48,6 +48,24 @@ def test_the_host_pool_is_a_bounded_share():
     assert "max_model_len is cut from 10000000" in p.warnings[0]
 
 
+def on_cuda(free, unified=False):
+    config = EngineConfig(device="cuda", dtype="float32")
+    return plan_memory(replace(HYBRID, max_position=10**7), config, MemoryInfo(free, 16 * GIB, 0, unified))
+
+
+def test_memory_that_others_hold_is_left_to_them():
+    mine, shared = on_cuda(15 * GIB), on_cuda(5 * GIB)
+    assert mine.kv_bytes > shared.kv_bytes
+    assert sum((shared.kv_bytes, shared.state_bytes, shared.weight_bytes)) < 5 * GIB
+    with pytest.raises(LoadError, match=r"weights need .* as float32, 1\.00 MiB of 16\.00 GiB are free"):
+        on_cuda(1 << 20)
+
+
+def test_unified_memory_leaves_the_system_its_share():
+    alone, unified = on_cuda(15 * GIB), on_cuda(15 * GIB, unified=True)
+    assert alone.kv_bytes - unified.kv_bytes > (0.125 - 0.08 - 0.01) * 16 * GIB
+
+
 def test_auto_length_is_what_fits_without_a_warning():
     p = plan(replace(HYBRID, max_position=10**7), free=GIB, max_model_len="auto")
     assert (p.length, p.warnings) == (p.num_blocks * p.block_size, [])
