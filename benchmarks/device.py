@@ -175,12 +175,12 @@ class DeviceBench:
 
 
 class GraphClock:
-    """While entered, measures every graph that the backend of `model` launches: their `seconds` on the device, in all."""
+    """While entered, times the graphs that the backend of `model` launches; `busy`: their share of the time from first to last."""
 
     def __init__(self, model: Any) -> None:
         self._backend = model._backend
         self._pairs: list[tuple[Any, Any]] = []
-        self.seconds = 0.0
+        self.busy = 0.0
 
     def __enter__(self) -> GraphClock:
         launch = self._backend.launch_graph
@@ -198,7 +198,8 @@ class GraphClock:
     def __exit__(self, *_: object) -> None:
         del self._backend.launch_graph  # the class's own again
         self._backend.synchronize()
-        self.seconds = sum(_checked(rt.cudaEventElapsedTime(*pair)) for pair in self._pairs) * 1e-3
+        spent = sum(_checked(rt.cudaEventElapsedTime(*pair)) for pair in self._pairs)
+        self.busy = spent / _checked(rt.cudaEventElapsedTime(self._pairs[0][0], self._pairs[-1][1]))
         for event in chain.from_iterable(self._pairs):
             _checked(rt.cudaEventDestroy(event))
 

@@ -78,7 +78,7 @@ def decode(llm: LLM, batch: int, context: int, tokens: int, temperature: float) 
             for _ in range(again):
                 core.step()
             core.settle()
-        busy = clock.seconds / again * tokens / sum(steps)
+        busy = clock.busy
     core.abort(names)
     core.step()
     core.settle()
