@@ -12,7 +12,7 @@ INSTALL := $(if $(INSTALL_ARCHS),SPARKRT_CUDA_ARCHS=$(INSTALL_ARCHS) )$(PY) -m p
 WHEEL_ARCHS := 80,90a,100a,120a,121a
 READY_DEV := .venv/ready-dev-$(KEY)
 
-.PHONY: help serve test lint format kernels build-report gpu-test wheel bench goldens clean
+.PHONY: help serve test lint format kernels build build-report gpu-test wheel bench goldens clean
 
 help:
 	@echo "make serve    serve the bundled model on port $(PORT) (ARGS='MODEL --flag ...' for another)"
@@ -21,6 +21,7 @@ help:
 	@echo "make format   let ruff and clang-format rewrite the sources"
 	@echo "make kernels  compile the CUDA kernels in place (SPARKRT_CUDA_ARCHS=80,90a for other GPUs than this machine's)"
 	@echo "make gpu-test run the tests that need a GPU"
+	@echo "make build    build a wheel, with kernels for this machine's GPU where nvcc is found"
 	@echo "make wheel    build a wheel that carries kernels for $(WHEEL_ARCHS) (SPARKRT_CUDA_ARCHS=90a for fewer)"
 	@echo "make build-report  list the kernels' registers and spills"
 	@echo "make bench    measure tokens per second on this machine"
@@ -58,10 +59,13 @@ build-report: kernels
 gpu-test: kernels
 	@$(PY) -m pytest -q -n 0 -m gpu $(ARGS) tests/gpu
 
-# its users need no nvcc; a minute of two cores for each architecture
-wheel: $(READY_DEV)
-	@SPARKRT_CUDA_ARCHS=$(or $(SPARKRT_CUDA_ARCHS),$(WHEEL_ARCHS)) $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+build: $(READY_DEV)
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+# its users need no nvcc; one to three minutes of two cores for each architecture
+wheel: export SPARKRT_CUDA_ARCHS := $(or $(SPARKRT_CUDA_ARCHS),$(WHEEL_ARCHS))
+wheel: build
 
 bench: $(READY)
 	@$(PY) -m benchmarks.kernels $(ARGS)

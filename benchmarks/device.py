@@ -175,7 +175,7 @@ class DeviceBench:
 
 
 class GraphClock:
-    """While entered, times the graphs that the backend of `model` launches; `busy`: their share of the time from first to last."""
+    """While entered, times the graphs that a model launches; `busy` is their share of the time from first to last."""
 
     def __init__(self, model: Any) -> None:
         self._backend = model._backend
