@@ -70,6 +70,15 @@ class PrefixCache:
         self._with_state: dict[Node, None] = {}
         self._clock = 0
 
+    @property
+    def slots(self) -> int:
+        """Snapshots that there is room for; `free_slots` of them are not taken."""
+        return len(self._slots)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
     # --- lookup -----------------------------------------------------------------------------------------------------------
     def match(self, ids: Sequence[int] | np.ndarray, root: int = 0) -> Match:
         """What is cached of a prompt. Changes nothing: ask as often as you like."""

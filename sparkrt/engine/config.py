@@ -24,11 +24,11 @@ BLOCK_SIZES = (16, 32, 64)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "load_format": LOAD_FORMATS, "block_size": BLOCK_SIZES}
 _CHOICES |= {"scheduling_policy": SCHEDULING_POLICIES}
-_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+_COUNTS = ("state_cache_slots", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes")
 # What scripts for other engines pass and we can ignore as long as it asks for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), (None, 1))
 _NEUTRAL |= {"quantization": (None,), "revision": (None,), "disable_log_stats": (None, True, False)}
-_NEUTRAL |= {"trust_remote_code": (None, False), "enable_prefix_caching": (None, False), "enable_chunked_prefill": (None, True)}
+_NEUTRAL |= {"trust_remote_code": (None, False), "enable_chunked_prefill": (None, True)}
 
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`; total 0 when it is not known."""
@@ -59,6 +59,8 @@ class EngineConfig:
     enforce_eager: bool = False
     batch_invariant: bool = False
     async_scheduling: bool | None = None  # launch a step before the last is read; None: on a GPU
+    enable_prefix_caching: bool = True  # prompts that begin as earlier ones did, begin where those differ
+    state_cache_slots: int | None = None  # snapshots of recurrent state that the prefix cache may keep
     scheduling_policy: str = "fcfs"  # or "priority": requests of a lower `priority` first, others give way
     max_num_queued_reqs: int | None = None  # that may wait, beyond those that run; None: any number
     request_timeout: float | None = None  # s from arrival to the last token; a request that takes longer ends with an error

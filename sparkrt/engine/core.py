@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from sparkrt.engine.config import EngineConfig
-from sparkrt.engine.job import Job, Limits, Plan, Slice
-from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats, Logprob
+from sparkrt.engine.job import Job, Limits, Plan
+from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats
 from sparkrt.engine.params import check_prompt_ids
+from sparkrt.engine.reuse import Reuse
+from sparkrt.engine.rows import fill_mask, logprob, sampler_params, targets
 from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
@@ -43,7 +43,9 @@ class EngineCore:
         self.grammars = grammars
         o = model.options
         limits = Limits(o.max_num_seqs, model.num_blocks, o.page_size, o.max_num_batched_tokens, o.prompt_logit_rows)
-        self.model, self.config, self.scheduler = model, config, Scheduler(limits, config.scheduling_policy == "priority")
+        self.model, self.config, self.reuse = model, config, Reuse(model.prefix, model.snapshot)
+        lookup = None if model.prefix is None else self.reuse.lookup
+        self.scheduler = Scheduler(limits, config.scheduling_policy == "priority", lookup)
         self._on_close = on_close
         self._requests: dict[str, Job] = {}
         self._deadlines: deque[Job] = deque()  # in order
@@ -153,8 +155,8 @@ class EngineCore:
             batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
             for part in plan.prefill:
                 assert part.job.seq is not None
-                tokens = np.array(part.job.ids[part.start : part.stop], np.int32)
-                batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, _targets(part)))
+                tokens, kept = part.job.ids[part.start : part.stop], self.reuse.snapshots(part)
+                batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, targets(part), kept))
             began = perf_counter()
             handle = self.model.launch(batch)
             self._waited += perf_counter() - began if self.config.device == "host" else 0.0  # the launch is the computation
@@ -170,26 +172,40 @@ class EngineCore:
 
     def _make_room(self) -> None:
         """Give blocks to rows that need one, and let go of those that were preempted for it."""
-        preempted, grown = self.scheduler.make_room()
-        for job in preempted:
-            self._release(job)
-        for job in grown:
-            try:
-                assert job.seq is not None
-                self.model.grow(job.seq, self._capacity(job))
-            except BaseException as error:
-                self._fail([job], error)
+        preempted = None
+        while preempted is None or preempted:
+            self._recount()
+            preempted, grown = self.scheduler.make_room()
+            for job in grown:
+                try:
+                    assert job.seq is not None
+                    self.reuse.grown(job, (job.blocks - 1) * self.model.options.page_size)
+                    self.reuse.make_room(1)
+                    self.model.grow(job.seq, self._capacity(job))
+                except BaseException as error:
+                    self.scheduler.not_grown(job)
+                    self._fail([job], error)
+            for job in preempted:
+                self._release(job)
+        self._recount()
 
     def _admit(self) -> None:
         while (job := self.scheduler.admit()) is not None:
             try:
-                job.params = job.params or self._sampler_params(job.message)  # after a preemption, with the seed it had
-                job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted)
-                _fill(job)
+                job.params = job.params or sampler_params(job.message, self._seeds)  # after a preemption, with the seed it had
+                self.reuse.begin(job, job.blocks)
+                job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted, job.match)
+                fill_mask(job)
                 if job.matcher is not None and job.matcher.stopped:  # nothing may follow the token it was preempted after
                     self._end(job, "error" if job.matcher.error else "stop", error=job.matcher.error or None)
             except BaseException as error:
                 self._fail([job], error)
+            self._recount()
+
+    def _recount(self) -> None:
+        """Pages are shared: how many can be had is known to who holds them."""
+        if self.reuse.cache is not None:
+            self.scheduler.free_blocks = self.model.free_blocks + self.reuse.evictable
 
     def _capacity(self, job: Job) -> int:
         return min(job.blocks * self.model.options.page_size, job.life)
@@ -204,10 +220,12 @@ class EngineCore:
                 self._waited += perf_counter() - began
                 for job in self.scheduler.collected(plan):
                     self._release(job)
+            for part in plan.prefill:
+                self.reuse.read(part.job)
             if plan.prefill:
-                scored = [part.job for part in plan.prefill if _targets(part) is not None]
+                scored = [part.job for part in plan.prefill if targets(part) is not None]
                 for job, rows in zip(scored, result.prompt_logprobs, strict=True):
-                    job.prompt_logprobs += [_logprob(row, job.message.prompt_logprobs or 0) for row in rows]
+                    job.prompt_logprobs += [logprob(row, job.message.prompt_logprobs or 0) for row in rows]
             for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
@@ -222,10 +240,11 @@ class EngineCore:
         job.answer.append(token)
         self._stats.generation_tokens += 1
         output = EngineOutput(request_id=job.request_id, token_ids=[token])
-        if job.scored and job.emitted == 1:
-            output.prompt_logprobs = job.prompt_logprobs
+        if job.emitted == 1:
+            output.cached_tokens = job.skipped or 0
+            output.prompt_logprobs = job.prompt_logprobs if job.scored else None
         if row is not None:
-            output.logprobs = [_logprob(row, job.message.logprobs or 0)]
+            output.logprobs = [logprob(row, job.message.logprobs or 0)]
         if token in job.stop_ids and job.emitted > job.message.min_tokens:
             output.finish_reason, output.stop_token = "stop", token
         elif job.emitted == job.max_tokens:
@@ -238,7 +257,7 @@ class EngineCore:
         """What may follow `token`, for the next step, which was not launched yet; the end where nothing may."""
         matcher.advance(token)
         if not matcher.stopped:
-            _fill(job)  # which may find that nothing can follow
+            fill_mask(job)  # which may find that nothing can follow
         if matcher.stopped:
             output.finish_reason, output.error = ("error", matcher.error) if matcher.error else ("stop", None)
 
@@ -254,15 +273,8 @@ class EngineCore:
         if self.scheduler.finish(job):
             self._release(job)
 
-    def _sampler_params(self, r: EngineRequest) -> SamplerParams:
-        values: dict[str, Any] = {name: getattr(r, name) for name in _SAME} | {"stop_ids": tuple(r.stop_token_ids)}
-        values["seed"] = self._seeds.getrandbits(64) if r.seed is None else r.seed
-        values["logprobs"] = -1 if r.logprobs is None else r.logprobs
-        values["masked"] = r.grammar is not None
-        values["allowed"] = None if r.allowed_token_ids is None else tuple(r.allowed_token_ids)
-        return SamplerParams(**values, bias=(tuple(r.logit_bias), tuple(r.logit_bias.values())))
-
     def _release(self, job: Job) -> None:
+        self.reuse.end(job)
         if job.seq is not None:
             self.model.release(job.seq)
             job.seq = None
@@ -306,9 +318,11 @@ class EngineCore:
         jobs = [self._job(request, outbox) for request in requests]
         try:
             for job in jobs:
+                self._recount()
                 self.scheduler.claim(job)
-                job.seq = self.model.new_sequence(self._sampler_params(job.message), job.life)
-                _fill(job)
+                self.reuse.make_room(job.blocks)
+                job.seq = self.model.new_sequence(sampler_params(job.message, self._seeds), job.life)
+                fill_mask(job)
         except BaseException:
             self.close_loop(jobs)
             raise
@@ -325,18 +339,31 @@ class EngineCore:
                     self._end(job, "abort")
 
     def stats(self) -> EngineStats:
+        self._recount()
         stats, waiting = self._stats, len(self.scheduler.waiting)
         stats.running, stats.waiting = len(self._requests) - waiting, waiting
         stats.preemptions = self.scheduler.preemptions
+        stats.cached_blocks = self.reuse.evictable
+        if (cache := self.reuse.cache) is not None:
+            stats.prefix_cache_queries, stats.prefix_cache_hits = cache.stats.queries, cache.stats.hits
+            stats.state_cache_slots, stats.free_state_cache_slots = cache.slots, cache.free_slots
         stats.free_blocks, stats.free_slots = self.scheduler.free_blocks, self.scheduler.free_slots
         return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached; running requests keep what they use."""
+        self._check_alive()
+        self.reuse.reset()
+        self._recount()
 
     def check_integrity(self) -> None:
         """free + owned = total in the scheduler's books and in the model's, and both agree. Raises EngineFatal."""
         scheduler, model = self.scheduler, self.model
+        self._recount()
         scheduler.check_integrity()
         model.check_integrity([job.seq for job in scheduler.admitted if job.seq is not None])
-        books, real = (scheduler.free_blocks, scheduler.free_slots), (model.free_blocks, model.free_slots)
+        books = scheduler.free_blocks, scheduler.free_slots
+        real = model.free_blocks + self.reuse.evictable, model.free_slots
         if books != real:
             raise EngineFatal(f"free blocks and slots: the scheduler counts {books}, the model {real}")
 
@@ -357,21 +384,3 @@ class EngineCore:
             if self._fatal is None:
                 self.model.close()
             self._on_close()
-
-
-def _fill(job: Job) -> None:
-    """Write which tokens its grammar allows next. One that was just preempted gets it when it comes back."""
-    if job.matcher is not None and job.seq is not None:
-        assert job.seq.mask is not None
-        job.matcher.fill(job.seq.mask)
-
-
-def _targets(part: Slice) -> np.ndarray | None:
-    """What followed each token of a slice, if that is to be scored; the prompt's last token has no follower."""
-    ids = part.job.message.prompt_ids[part.start + 1 : part.stop + 1] if part.job.scored else []
-    return np.array(ids, np.int32) if ids else None
-
-
-def _logprob(row: TokenLogprobs, alternatives: int) -> Logprob:
-    top = row.top_ids[:alternatives].tolist(), row.top_logprobs[:alternatives].tolist()
-    return Logprob(row.token, row.logprob, row.rank, *top)

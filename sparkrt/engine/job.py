@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from sparkrt.cache.prefix import Lease, Match
 from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from sparkrt.model.batch import SamplerParams
 from sparkrt.model.sequence import SequenceState
@@ -35,13 +38,19 @@ class Job:
     deadline = float("inf")
     matcher: Matcher | None = None  # of the grammar that the answer must follow
     params: SamplerParams | None = None  # from its first admission on
+    match: Match | None = None  # what it found in the prefix cache,
+    lease: Lease | None = None  # what it uses of it,
+    cached = 0  # how much of its tokens is in there,
+    skipped: int | None = None  # and how much of it was when it began
+    leader: tuple[Job, int] | None = None  # who is computing that many of its tokens: it waits for that
     seq: SequenceState | None = None  # while it has a slot
 
     def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
         """Jobs that share an `outbox`, for their news, share steps."""
         self.outbox, self.message, self.request_id = outbox, message, message.request_id
-        self.ids, self.answer = message.prompt_ids, list[int]()
-        self.prompt = self.target = len(self.ids)
+        self.ids, self.answer = np.array(message.prompt_ids, np.int32), list[int]()
+        self.points = set[int]()  # positions in `ids` where the state should be kept
+        self.prompt = self.target = self.goal = len(self.ids)  # others may wait for it to reach `goal`
         self.max_tokens = message.max_tokens
         self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
         self.stop_ids = frozenset(message.stop_token_ids)
@@ -62,14 +71,29 @@ class Job:
         """Tokens whose work is lost when it is preempted."""
         return self.prefilled + max(self.generated - (self.target - self.prompt) - 1, 0)
 
+    @property
+    def left(self) -> int:
+        """Prompt tokens to compute until it, or somebody who waits for it, can go on."""
+        return (self.goal if self.goal > self.prefilled else self.target) - self.prefilled
+
     def restart(self) -> None:
         """Nothing of it is computed, or no more: from here it begins with all its tokens so far."""
         if self.emitted or self.scored:
             self.scored = self.scored and not self.emitted
             self.prompt_logprobs = self.prompt_logprobs if self.emitted else [None]
-            self.ids = self.message.prompt_ids + self.answer
+            self.ids = np.array(self.message.prompt_ids + self.answer, np.int32)
             self.target = len(self.ids)
+        self.goal = self.target
         self.prefilled, self.generated, self.preempted = 0, self.emitted, False
+
+
+class Hit(NamedTuple):
+    """What a waiting job has in the prefix cache. `wait`: another is computing what it needs."""
+
+    pages: int = 0
+    idle: int = 0  # of these pages, used by nobody else: free blocks until it takes them
+    resume: int = 0  # tokens that need not be computed
+    wait: bool = False
 
 
 class Slice(NamedTuple):

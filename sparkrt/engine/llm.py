@@ -177,6 +177,10 @@ class LLM:
             core.abort(answers)  # after an error or an interrupt nothing of ours goes on running
             core.settle()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache holds."""
+        self.core.reset_prefix_cache()
+
     def close(self) -> None:
         """Give back the model's memory; again is fine."""
         self.core.close()

@@ -34,6 +34,7 @@ from sparkrt.text.tools import MARKS
 
 HOST_SHARE = 0.25  # of the memory the weights leave, for KV and state: a laptop has other things to do
 SYSTEM_SHARE = 0.125  # of memory that a GPU shares with the processor, left to the system: its own part, page cache, this process
+_SNAPSHOT_SHARE = 8  # of the memory for KV and state, the part that snapshots may have
 _DEFAULTS = {"host": (32, 512), "cuda": (256, 2048)}  # slots, tokens a step: 512 are a third of a second on two cores
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config, under our names
 
@@ -72,6 +73,7 @@ def _build(
     sizes: dict[str, Any] = {"max_num_seqs": plan.slots, "max_num_batched_tokens": plan.tokens, "max_model_len": plan.length}
     config = replace(config, **sizes)
     sizes |= {"num_blocks": plan.num_blocks, "page_size": config.block_size, "valid_vocab": vocab}
+    sizes |= {"prefix_caching": config.enable_prefix_caching, "state_snapshots": plan.snapshots}
     sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
     options = ModelOptions(**sizes, dtype=by_name(dtype))
     built = build_model(backend, model, checkpoint.source, options, report)
@@ -125,6 +127,7 @@ class MemoryPlan:
     length: int  # of the context
     block_size: int
     num_blocks: int
+    snapshots: int  # of recurrent state, for the prefix cache
     weight_bytes: int
     kv_bytes: int
     state_bytes: int
@@ -164,7 +167,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
     if slots > most and config.max_num_seqs is not None:
         warnings.append(f"max_num_seqs {slots} needs {_size(slots * (per_slot + sampler))} of state: cut to {most}")
     slots = min(slots, most)
-    state = (slots + 1) * per_slot
+    snapshots = _snapshots(config, slots, share // _SNAPSHOT_SHARE // per_slot) if per_slot else 0
+    state = (slots + 1 + snapshots) * per_slot
     step = _step_bytes(model, max(tokens, CHUNK) + 2 * slots, slots, dtype) + (slots + 1) * sampler
 
     group = KvGroup(model.attention_layers, dtype, model.attention.num_kv_heads, model.attention.head_dim, config.block_size)
@@ -183,9 +187,16 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
         warnings.append(f"the KV cache holds {fits} tokens: max_model_len is cut from {length} to {fits}")
     length, kv, free = min(length, fits), group.nbytes(blocks), _size(memory.free)
     pool = f"{_size(kv)}: {blocks} blocks of {config.block_size}, {fits} tokens"
-    lines = [("weights", _size(weights)), ("KV cache", pool), ("state", f"{_size(state)}: {slots} slots")]
+    lines = [("weights", _size(weights)), ("KV cache", pool), ("state", f"{_size(state)}: {slots} slots, {snapshots} snapshots")]
     lines += [("step", f"{_size(step)}: {tokens} tokens"), ("free before", free), ("context", f"{length} tokens")]
-    return MemoryPlan(slots, tokens, length, config.block_size, blocks, weights, kv, state, lines, warnings)
+    return MemoryPlan(slots, tokens, length, config.block_size, blocks, snapshots, weights, kv, state, lines, warnings)
+
+
+def _snapshots(config: EngineConfig, slots: int, most: int) -> int:
+    """One for every other slot: an answer on its way holds one, a prompt leaves one or two, and sessions come back to those."""
+    if not config.enable_prefix_caching:
+        return 0
+    return config.state_cache_slots or min(max(slots // 2, 4), most)
 
 
 def weight_bytes(model: ModelConfig, dtype: DType, on_host: bool) -> int:

@@ -20,12 +20,12 @@ def victim_for(job: Job, running: Iterable[Job]) -> Job | None:
 
 
 def victims_of_rank(job: Job, running: Iterable[Job], blocks: int, slots: int) -> list[Job]:
-    """Jobs of lower priority than `job`, lowest first, that hold `blocks` and `slots` together; none, if all of them do not."""
+    """Jobs of lower priority than `job`, lowest first, that have `blocks` and `slots` together; none, if all of them do not."""
     below = sorted((other for other in running if other.order[0] > job.order[0]), key=lambda other: other.order, reverse=True)
     chosen: list[Job] = []
     for other in below:
         if blocks <= 0 and slots <= 0:
             break
         chosen.append(other)
-        blocks, slots = blocks - other.blocks, slots - 1
+        blocks, slots = blocks - other.reserved, slots - 1
     return chosen if blocks <= 0 and slots <= 0 else []

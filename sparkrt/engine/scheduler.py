@@ -8,10 +8,11 @@ every decoding request that has room and, with what the token budget leaves, sli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain, count
 
 from sparkrt.engine.admission import Forecast, Queue
-from sparkrt.engine.job import CHUNK, Job, Limits, Plan, Slice
+from sparkrt.engine.job import CHUNK, Hit, Job, Limits, Plan, Slice
 from sparkrt.engine.messages import EngineOutput
 from sparkrt.engine.preemption import IMMUNITY, victim_for, victims_of_rank
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
@@ -20,14 +21,17 @@ _LOOP = -(2**63)  # the priority of decode loops: before every request, so never
 
 
 class Scheduler:
-    """See the module. Calls in a step: `make_room`, `admit` until None, `plan`, `launched(plan)`, later `collected(plan)`."""
+    """See the module. Calls in a step: `make_room` until it lets go of nobody, `admit` until None, `plan`, `launched(plan)`,
+    later `collected(plan)`. Where blocks are shared, who gives them out sets `free_blocks` to what can be had, before each call.
+    """
 
-    def __init__(self, limits: Limits, by_priority: bool = False) -> None:
+    def __init__(self, limits: Limits, by_priority: bool = False, lookup: Callable[[Job], Hit] | None = None) -> None:
+        """`lookup` says what a waiting job has in a prefix cache."""
         self.limits, self.free_slots, self.free_blocks = limits, limits.slots, limits.blocks
         self.waiting, self.forecast = Queue(), Forecast(limits)
         self.admitted: set[Job] = set()  # holds a slot and blocks, finished ones still in flight included
         self.preemptions = 0
-        self._by_priority = by_priority
+        self._by_priority, self._lookup = by_priority, lookup
         self._prefilling: dict[Job, None] = {}  # in order of admission
         self._decoding: dict[Job, None] = {}
         self._short: dict[Job, None] = {}  # decoding, and without a block for the next token
@@ -58,36 +62,53 @@ class Scheduler:
                 coming = self._coming()[0] if coming is None else coming
                 if not coming and (victim := victim_for(job, chain(self._decoding, self._prefilling))) is not None:
                     self.forecast.missed()
-                    released += (gone := self._preempt(victim))
-                    coming = 0 if gone else victim.blocks
+                    if gone := self._preempt(victim):
+                        return gone, grown
+                    coming = victim.blocks
                 if not self.free_blocks:
                     coming = max(coming - 1, 0)  # the row sits this step out
                     continue
             self._take(job, 1)
             del self._short[job]
             grown.append(job)
-        if self._by_priority and (head := self.waiting.head) is not None and not self._leaving:
+        if self._by_priority and (head := self.waiting.head) is not None and not self._leaving and head.leader is None:
             reserve, (blocks, slots) = self._demand(head)[1], self._coming()
             missing = reserve - (self.free_blocks - self._promised) - blocks
             for victim in victims_of_rank(head, chain(self._decoding, self._prefilling), missing, 1 - self.free_slots - slots):
                 released += self._preempt(victim)
         return released, grown
 
+    def not_grown(self, job: Job) -> None:
+        """It could not be given the block that `make_room` found, and is about to end."""
+        self.free_blocks += 1
+        job.blocks -= 1
+        job.reserved -= 1
+
     def admit(self) -> Job | None:
         """The first waiting request, its slot and the blocks of its prompt now taken; None when there is none or no room for it.
 
-        It must fit beside what the others will need, unless it is the only one: something always runs.
+        It must fit beside what the others will need, unless it is the only one: something always runs. One that waits for pages
+        which another is computing lets others pass, and keeps room for itself.
         """
-        job = self.waiting.head
-        if job is None or self.free_slots < 1 or self._leaving:
-            return None
-        need, reserve = self._demand(job)
-        fits = reserve <= self.free_blocks - self._promised
-        if not fits and (need > self.free_blocks or any(other.order[0] != _LOOP for other in self.admitted)):
-            return None
-        self.waiting.remove(job)
-        self._enter(job, need, reserve)
-        return job
+        slots, free = self.free_slots, self.free_blocks - self._promised
+        for job in () if self._leaving else self.waiting:
+            if slots < 1:
+                return None
+            need, reserve = self._demand(job)
+            hit = Hit() if self._lookup is None else self._lookup(job)
+            if hit.wait:
+                slots, free = slots - 1, free - reserve
+                continue
+            shared = hit.pages - hit.idle
+            alone = need - shared <= self.free_blocks and all(other.order[0] == _LOOP for other in self.admitted)
+            if reserve - shared > free and not alone:
+                return None
+            self.waiting.remove(job)
+            self._enter(job, need, reserve)
+            self.free_blocks += shared
+            job.prefilled = hit.resume
+            return job
+        return None
 
     def claim(self, job: Job) -> None:
         """Admit past the queue with room for its whole life: decode loops do not wait. CapacityError if there is none now."""
@@ -116,7 +137,7 @@ class Scheduler:
         if not prompts:
             return plan
         budget, scored_rows = max(self.limits.budget - len(plan.decode), CHUNK), self.limits.scored_rows
-        nearest = sorted(prompts, key=lambda job: (job.order[0], job.target - job.prefilled))
+        nearest = sorted(prompts, key=lambda job: (job.order[0], job.left))
         stops: dict[Job, int] = {}
         self._step += 1
 
@@ -185,9 +206,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """free + owned = total, for slots and blocks; cursors in range."""
-        slots = ("slots", self.free_slots, len(self.admitted), self.limits.slots)
-        blocks = ("blocks", self.free_blocks, sum(job.blocks for job in self.admitted), self.limits.blocks)
-        for what, free, owned, total in (slots, blocks):
+        books = [("slots", self.free_slots, len(self.admitted), self.limits.slots)]
+        if self._lookup is None:
+            books.append(("blocks", self.free_blocks, sum(job.blocks for job in self.admitted), self.limits.blocks))
+        for what, free, owned, total in books:
             if free < 0 or free + owned != total:
                 raise EngineFatal(f"scheduler: {free} free + {owned} owned {what}, {total} in all")
         if (promised := sum(job.reserved - job.blocks for job in self.admitted)) != self._promised:

@@ -95,7 +95,7 @@ class Model(Protocol):
         self,
         params: SamplerParams,
         total_tokens: int,
-        history: Sequence[int] = (),
+        history: Sequence[int] | np.ndarray = (),
         generated: int = 0,
         match: Match | None = None,
     ) -> SequenceState: ...
@@ -197,7 +197,7 @@ class HybridModel:
         self,
         params: SamplerParams,
         total_tokens: int,
-        history: Sequence[int] = (),
+        history: Sequence[int] | np.ndarray = (),
         generated: int = 0,
         match: Match | None = None,
     ) -> SequenceState:
@@ -232,7 +232,7 @@ class HybridModel:
         seq.length = seq.kv_valid_tokens = self._table.length[seq.slot] = resume
         return seq
 
-    def _count(self, seq: SequenceState, history: Sequence[int]) -> None:
+    def _count(self, seq: SequenceState, history: Sequence[int] | np.ndarray) -> None:
         """What its prompt has and how often it generated which token: no prefill will say."""
         counts, answer = np.zeros(self.config.vocab_size, np.int32), len(history) - seq.generated
         counts[np.array(history[:answer], np.int64)] = PROMPT_BIT

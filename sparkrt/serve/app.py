@@ -84,6 +84,11 @@ async def tokenize(serving: Serving, body: Any, request: Request) -> Any:
     return p.Tokens(count=len(ids), max_model_len=serving.info.max_model_len, tokens=ids, token_strs=names)
 
 
+async def reset_prefix_cache(serving: Serving, body: None, request: Request) -> Any:
+    serving.client.reset_prefix_cache()
+    return p.Status(status="ok")
+
+
 async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
     return p.Text(prompt=await asyncio.to_thread(serving.tokenizer.decode, body.tokens, False))
 
@@ -98,6 +103,7 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("GET", "/v1/models/{name:path}", model, None, p.Model, "One of them"),
     ("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
     ("POST", "/detokenize", detokenize, p.DetokenizeBody, p.Text, "Token ids to text"),
+    ("POST", "/reset_prefix_cache", reset_prefix_cache, None, p.Status, "Forget what is cached of prompts"),
     ("GET", "/health", health, None, p.Status, "Whether the server is alive"),
     ("GET", "/ready", ready, None, p.Status, "Whether the model can answer"),
     ("GET", "/version", version, None, p.Version, "The version of sparkrt"),

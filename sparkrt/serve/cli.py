@@ -47,8 +47,6 @@ _ONLY = {"tensor_parallel_size": "1", "kv_cache_dtype": "auto"}  # all there is 
 # flag → (whether it takes a value, why it does nothing here)
 WITHOUT_EFFECT = {
     "--enable-chunked-prefill": (False, "prompts are always prefilled in chunks"),
-    "--enable-prefix-caching": (False, "there is no prefix cache yet"),
-    "--no-enable-prefix-caching": (False, "there is no prefix cache yet"),
     "--enable-auto-tool-choice": (False, "calls are read wherever their format is known"),
     "--trust-remote-code": (False, "code from a checkpoint is never run"),
     "--disable-log-requests": (False, "requests are not logged unless asked for"),
@@ -182,6 +180,8 @@ def _build() -> argparse.ArgumentParser:
     add("--nvtx", action="store_true", help="name layers and operators for a profiler (with --enforce-eager)")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="launch a step before the last is read")
     add("--tensor-parallel-size", "-tp", "--tp-size", metavar="N", help="1 is all there is yet")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="begin prompts where earlier ones end")
+    add("--state-cache-slots", metavar="N", help="snapshots of recurrent state for that (default: half as many as sequences)")
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")
     add("--max-num-queued-reqs", type=_natural, metavar="N", help="answer 503 when more sequences wait (default: no limit)")
     add("--request-timeout", type=_seconds, metavar="S", help="seconds until a request ends with an error (default: no limit)")

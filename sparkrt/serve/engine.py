@@ -47,6 +47,7 @@ class ToEngine(msgspec.Struct, omit_defaults=True):
 
     add: list[EngineRequest] = []  # the sequences of one HTTP request: all are admitted, or none
     abort: list[str] = []
+    reset_prefix_cache: bool = False
     stop: bool = False  # let go of everything and exit 0
 
 
@@ -110,6 +111,8 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
             if message.add and not compiling.take(message.add, core):
                 socket.send(encode(_add(core, message.add)))
             core.abort(message.abort)
+            if message.reset_prefix_cache:
+                core.reset_prefix_cache()
             compiling.abort(message.abort)
             told = True
         for requests in compiling.done():
@@ -220,6 +223,10 @@ class EngineClient:
             raise CapacityError("the server is shutting down")
         self._running |= {request.request_id: generation for request in requests}
         self._send(ToEngine(add=requests))
+
+    def reset_prefix_cache(self) -> None:
+        """Requests sent from now on find nothing that was cached before."""
+        self._send(ToEngine(reset_prefix_cache=True))
 
     def forget(self, ids: Iterable[str]) -> None:
         """Stop these sequences, news of which goes nowhere from now on."""

@@ -91,14 +91,22 @@ class _Engine(Collector):
             ("num_requests_running", s.running, "Sequences that hold a slot."),
             ("num_requests_waiting", s.waiting, "Sequences that wait for one."),
             ("kv_cache_usage_perc", 1 - s.free_blocks / max(s.total_blocks, 1), "Share of KV blocks in use, 0 to 1."),
-            ("state_cache_usage_perc", 1 - s.free_slots / max(s.total_slots, 1), "Share of state slots in use, 0 to 1."),
+            ("state_slot_usage_perc", 1 - s.free_slots / max(s.total_slots, 1), "Share of state slots in use, 0 to 1."),
+            (
+                "state_cache_usage_perc",
+                1 - s.free_state_cache_slots / max(s.state_cache_slots, 1),
+                "Share of the snapshots of recurrent state that are taken, 0 to 1.",
+            ),
         ):
             gauge = GaugeMetricFamily(f"sparkrt:{name}", text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, total, text in (
-            ("prompt_tokens", s.prompt_tokens, "Prompt tokens that were computed."),
+            ("prompt_tokens", s.prompt_tokens, "Tokens of prompts, cached ones included."),
             ("generation_tokens", s.generation_tokens, "Tokens that were sampled."),
+            ("num_preemptions", s.preemptions, "Requests that had to give up their KV blocks and wait again."),
+            ("prefix_cache_queries", s.prefix_cache_queries, "Tokens that were looked up in the prefix cache."),
+            ("prefix_cache_hits", s.prefix_cache_hits, "Of these, tokens that were not computed again."),
             ("steps", s.steps, "Steps of the model."),
             ("step_seconds", s.step_seconds, "Time in steps."),
             ("step_host_seconds", s.host_seconds, "Time in steps that did not wait for the device."),

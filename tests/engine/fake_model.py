@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sparkrt.cache.paged import BlockPool
+from sparkrt.cache.prefix import Match, PrefixCache
 from sparkrt.engine.config import EngineConfig
 from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
@@ -43,10 +45,12 @@ def next_token(history: int, params: SamplerParams, step: int, vocab: int = VOCA
 @dataclass(eq=False)
 class FakeSequence:
     slot: int
-    blocks: int
+    blocks: Any  # .blocks: its table
     params: SamplerParams
     capacity: int
+    shared: int  # blocks at the front that are somebody else's
     length: int = 0
+    kv_valid_tokens: int = 0
     generated: int = 0
     resumed: int = 0  # tokens generated before a preemption
     state: int = field(default_factory=lambda: hashed([]))
@@ -64,6 +68,8 @@ class FakeModel:
         budget: int = 256,
         context: int = 4096,
         vocab: int = VOCAB,
+        snapshots: int | None = None,  # None: no prefix cache
+        recurrent: bool = True,
     ) -> None:
         self.options: Any = SimpleNamespace(
             max_num_seqs=slots,
@@ -76,48 +82,81 @@ class FakeModel:
             prompt_logit_rows=CHUNK,
         )
         self.num_blocks = blocks
-        self.free_blocks = blocks
+        self.pool = BlockPool(blocks)
+        self.prefix: PrefixCache | None = None
+        if snapshots is not None:
+            self.prefix = PrefixCache(self.pool, block_size, range(100, 100 + snapshots * recurrent), recurrent)
+        self.kv: dict[int, list[int]] = {}  # the tokens whose keys and values a block holds
+        self.states: dict[int, tuple[int, int]] = {}  # snapshots: length, state
+        self.computed = 0  # prompt tokens
         self.vocab = vocab
         self._slots = list(range(slots))
-        self._steps: dict[int, tuple[MixedBatchResult, set[int]]] = {}
+        self._steps: dict[int, tuple[MixedBatchResult, set[int], list[tuple[FakeSequence, int]]]] = {}
         self._next = 0
         self.batches: list[tuple[int, list[tuple[int, int, int]]]] = []  # decode rows, (slot, start, stop) slices
         self.fail_launch: BaseException | None = None  # raised once
         self.fail_collect: BaseException | None = None
 
     @property
+    def free_blocks(self) -> int:
+        return self.pool.free_count
+
+    @property
     def free_slots(self) -> int:
         return len(self._slots)
 
     def new_sequence(
-        self, params: SamplerParams, total_tokens: int, history: Sequence[int] = (), generated: int = 0
+        self,
+        params: SamplerParams,
+        total_tokens: int,
+        history: Sequence[int] = (),
+        generated: int = 0,
+        match: Match | None = None,
     ) -> FakeSequence:
         assert len(history) >= generated
         assert total_tokens <= self.options.max_model_len
-        blocks = -(-total_tokens // self.options.page_size)
-        if not self._slots or blocks > self.free_blocks:
+        blocks, tokens = [] if match is None else list(match.blocks), [int(t) for t in history]
+        if not self._slots:
             raise CapacityError("the engine promised room")
+        fresh = self.pool.alloc(-(-total_tokens // self.options.page_size) - len(blocks))
+        for block in blocks:
+            self.pool.incref(block)
         slot = self._slots.pop()
-        assert not any(slot in slots for _, slots in self._steps.values()), "a slot changed hands while a step reads it"
-        self.free_blocks -= blocks
-        return FakeSequence(slot, blocks, params, total_tokens, generated=generated, resumed=generated)
+        assert not self._in_use(slot), "a slot changed hands while a step reads it"
+        seq = FakeSequence(slot, SimpleNamespace(blocks=blocks + fresh), params, total_tokens, len(blocks))
+        seq.generated = seq.resumed = generated
+        if match is not None:
+            cached = [token for block in blocks for token in self.kv[block]]
+            assert cached == tokens[: len(cached)], "other tokens than those that were cached"
+            assert match.resume < len(tokens), "nothing is left to compute"
+            seq.length = seq.kv_valid_tokens = match.resume
+            if match.state is not None:
+                length, seq.state = self.states[match.state]
+                assert length == match.resume, "a state of another place"
+            seq.state = seq.state if self.prefix is not None and self.prefix.recurrent else hashed(tokens[: match.resume])
+        return seq
 
     def grow(self, seq: FakeSequence, total_tokens: int) -> None:
         assert not seq.released
-        more = -(-total_tokens // self.options.page_size) - seq.blocks
+        more = -(-total_tokens // self.options.page_size) - len(seq.blocks.blocks)
         assert more > 0, "grown without need"
-        if more > self.free_blocks:
-            raise CapacityError("the engine promised room")
-        self.free_blocks -= more
-        seq.blocks += more
+        seq.blocks.blocks += self.pool.alloc(more)
         seq.capacity = total_tokens
+
+    def snapshot(self, seq: FakeSequence, slot: int) -> None:
+        self.states[slot] = seq.length, seq.state
 
     def release(self, seq: FakeSequence) -> None:
         assert not seq.released, "released twice"
-        assert not any(seq.slot in slots for _, slots in self._steps.values()), "released while a step reads it"
+        assert not self._in_use(seq.slot), "released while a step reads it"
         seq.released = True
         self._slots.append(seq.slot)
-        self.free_blocks += seq.blocks
+        for block in seq.blocks.blocks:
+            if self.pool.decref(block):
+                self.kv.pop(block, None)
+
+    def _in_use(self, slot: int) -> bool:
+        return any(slot in slots for _, slots, _ in self._steps.values())
 
     def launch(self, batch: ForwardBatch) -> int:
         assert len(self._steps) < 2, "more than one step ahead"
@@ -148,30 +187,41 @@ class FakeModel:
                 assert len(part.tokens) - 1 <= len(part.targets) <= len(part.tokens)
                 prompt_logprobs.append([self._logprobs(20, int(t)) for t in part.targets])
                 scored += len(part.targets)
-            self._advance(seq, part.tokens.tolist())
+            assert all(part.start < at <= part.start + len(part.tokens) and at % CHUNK == 0 for at, _ in part.snapshots)
+            kept, ids = dict(part.snapshots), part.tokens.tolist()
+            self.computed += len(ids)
+            for i in range(0, len(ids), CHUNK):
+                self._advance(seq, ids[i : i + CHUNK])
+                if (slot := kept.get(seq.length)) is not None:
+                    self.states[slot] = seq.length, seq.state
             if part.sample:
                 self._sample(seq, tokens, logprobs)
         assert scored <= self.options.prompt_logit_rows
         self.batches.append((len(batch.decode), [(p.seq.slot, p.start, p.start + len(p.tokens)) for p in batch.prefill]))
         self._next += 1
         result = MixedBatchResult(np.array(tokens, np.int32), logprobs, prompt_logprobs)
-        self._steps[self._next] = (result, {seq.slot for seq in everyone})
+        self._steps[self._next] = (result, {seq.slot for seq in everyone}, [(seq, seq.length) for seq in everyone])
         return self._next
 
     def collect(self, handle: int) -> MixedBatchResult:
         assert handle == min(self._steps), "steps are collected in order"
-        result, _ = self._steps.pop(handle)
+        result, _, lengths = self._steps.pop(handle)
         if (failure := self.fail_collect) is not None:
             self.fail_collect = None
             raise failure
+        for seq, length in lengths:
+            seq.kv_valid_tokens = max(seq.kv_valid_tokens, length)
         return result
 
     def check_integrity(self, sequences: Iterable[FakeSequence]) -> None:
         owned = list(sequences)
         if sorted([*self._slots, *(s.slot for s in owned)]) != list(range(self.options.max_num_seqs)):
             raise EngineFatal("slots leak")
-        if self.free_blocks + sum(s.blocks for s in owned) != self.num_blocks:
-            raise EngineFatal("blocks leak")
+        cached: list[int] = []
+        if self.prefix is not None:
+            self.prefix.check_integrity()
+            cached += self.prefix.blocks()
+        self.pool.check_integrity([*(block for s in owned for block in s.blocks.blocks), *cached])
 
     def close(self) -> None:
         pass
@@ -179,9 +229,13 @@ class FakeModel:
     def _advance(self, seq: FakeSequence, tokens: list[int]) -> None:
         for token in tokens:
             assert 0 <= token < self.vocab
+            at, offset = divmod(seq.length, self.options.page_size)
+            assert seq.length < seq.capacity, "beyond the reservation"
+            held = self.kv.setdefault(seq.blocks.blocks[at], [-1] * self.options.page_size)
+            assert at >= seq.shared or held[offset] == token, "a shared page is not what the sequence takes it for"
+            held[offset] = token
+            seq.length += 1
             seq.state = (seq.state * 1_000_003 + token + 1) % _PRIME
-        seq.length += len(tokens)
-        assert seq.length <= seq.capacity, "beyond the reservation"
 
     def _sample(self, seq: FakeSequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
         seq.fed = next_token(seq.state, seq.params, seq.generated, self.vocab)

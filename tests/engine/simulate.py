@@ -76,7 +76,8 @@ def simulate(limits: Limits, arrivals: list[Arrival], depth: int = 1, by_priorit
             _, index = aborts.pop(0)
             if index in live:
                 end(index, "abort")
-        scheduler.make_room()
+        while scheduler.make_room()[0]:
+            pass
         while (job := scheduler.admit()) is not None:
             assert job.generated == job.emitted == report.tokens.get(int(job.request_id), 0)
             if int(job.request_id) not in report.admitted:

@@ -53,7 +53,7 @@ def idle(core, model):
     stats = core.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert (stats.free_blocks, stats.free_slots) == (stats.total_blocks, stats.total_slots)
-    assert (model.free_blocks, model.free_slots) == (model.num_blocks, model.options.max_num_seqs)
+    assert (model.free_blocks + stats.cached_blocks, model.free_slots) == (model.num_blocks, model.options.max_num_seqs)
 
 
 def traffic(rng, count, longest=400):

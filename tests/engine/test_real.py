@@ -185,6 +185,46 @@ def test_a_preempted_answer_is_the_unpreempted_one(r2, ahead):
     assert backend.leak_report() == ""
 
 
+def same(hot, cold):
+    """The same tokens, log-probabilities within 1e-4, and something was cached."""
+    assert tokens(hot) == tokens(cold)
+    assert sum(result.num_cached_tokens for result in hot) > 0
+    for a, b in zip(hot, cold, strict=True):
+        for t, x, y in zip(b.outputs[0].token_ids, a.outputs[0].logprobs or (), b.outputs[0].logprobs or (), strict=False):
+            assert x[t].logprob == pytest.approx(y[t].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("which", "ahead"), [("tiny", False), ("r2", False), ("r2", True)])
+def test_hot_is_cold_is_batched_is_alone(r2, which, ahead):
+    """H01, H07, H10: whatever is cached, evicted or preempted, the tokens are those of an engine without a cache."""
+    rng = random.Random(9)
+    model, vocab = (str(r2), 256) if which == "r2" else (None, 6000)
+    base = [rng.randrange(vocab) for _ in range(330)]
+    prompts = [base[:n] for n in (320, 330, 64, 1, 63, 65, 320)]
+    prompts += [base[:200] + [rng.randrange(vocab) for _ in range(70)] + base[270:], base, base[:129]]
+    drawn = {"temperature": 1.1, "seed": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "ignore_eos": True}
+    greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+    options = {"max_model_len": 448, "max_num_seqs": 4, "async_scheduling": ahead, "debug": True, "max_num_batched_tokens": 128}
+
+    def each(max_tokens):
+        return [SamplingParams(**(drawn if i % 3 == 1 else greedy), max_tokens=max_tokens) for i in range(len(prompts))]
+
+    with LLM(model, enable_prefix_caching=False, **options) as llm:
+        short, long = (llm.generate(prompts, each(n), use_tqdm=False) for n in (6, 66))
+    with LLM(model, **options) as llm:
+        one_by_one = [llm.generate([p], e, use_tqdm=False)[0] for p, e in zip(prompts, each(6), strict=True)]
+        same(one_by_one, short)
+        assert one_by_one[1].num_cached_tokens == 320
+        llm.reset_prefix_cache()
+        same(llm.generate(prompts, each(6), use_tqdm=False), short)  # equal ones at once
+    with LLM(model, num_gpu_blocks_override=9, **options) as llm:
+        llm.core.scheduler.forecast.share = 0.0
+        same(llm.generate(prompts, each(66), use_tqdm=False), long)
+        assert llm.core.stats().preemptions > 0
+        backend = llm.core.model._backend
+    assert backend.leak_report() == ""
+
+
 def test_scores_of_a_recited_text(r1):
     # A04: a token that follows its scripted predecessor scores -0.0062, any other -11.32
     folder, script, ids = r1

@@ -96,6 +96,9 @@ class FakeEngine:
         self._stats.generation_tokens += 1
         return output
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         self._stats.running = len(self._running)
         return self._stats

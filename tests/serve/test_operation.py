@@ -47,11 +47,27 @@ def test_gauges_come_back_when_everybody_goes(tiny: Server) -> None:
     tiny.wait_idle()
     tiny.post(CHAT, {"model": "made-up", "messages": [{"role": "user", "content": "hi"}]}, 404)
     after = tiny.metrics()
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_cache_usage_perc"):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_slot_usage_perc"):
         assert after[f"sparkrt:{name}"] == 0
     assert after["sparkrt:request_success_total{abort}"] == before["sparkrt:request_success_total{abort}"] + 6
     assert all(after[name] >= value for name, value in before.items() if name.endswith(("_total", "_count")))
     assert "made-up" not in tiny.http.get("/metrics").text
+
+
+def test_a_prompt_that_came_before_is_cached(tiny: Server) -> None:
+    body = {"prompt": list(range(100, 300)), "max_tokens": 3, "temperature": 0}
+    tiny.post("/reset_prefix_cache", None)
+    before = tiny.metrics()
+    first, second = tiny.complete(**body), tiny.complete(**body)
+    assert first["choices"] == second["choices"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second)]
+    assert cached == [0, 192]
+    after = tiny.metrics()
+    for name, tokens in (("prefix_cache_queries", 400), ("prefix_cache_hits", 192), ("prompt_tokens_cached", 192)):
+        assert after[f"sparkrt:{name}_total"] - before[f"sparkrt:{name}_total"] == tokens
+    assert 0 < after["sparkrt:state_cache_usage_perc"] <= 1
+    tiny.post("/reset_prefix_cache", None)
+    assert tiny.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_keys(tmp_path: Path) -> None:

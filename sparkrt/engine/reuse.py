@@ -1,0 +1,123 @@
+"""What the engine does with the prefix cache: where a request begins, who waits for whose pages, and what is kept of it.
+
+A request whose prompt begins as one that is being computed right now waits for that: so equal prompts that arrive together are
+computed once. Pages and snapshots go into the cache when the step that wrote them was read, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sparkrt.cache.prefix import GRID, PrefixCache
+from sparkrt.engine.job import Hit, Job, Slice
+from sparkrt.model.sequence import SequenceState
+
+_WAIT = Hit(wait=True)
+
+
+class Reuse:
+    """The prefix cache as the engine sees it; without one, nothing is ever found. Prompts that are to be scored bypass it."""
+
+    def __init__(self, cache: PrefixCache | None, copy_state: Callable[[SequenceState, int], object]) -> None:
+        """`copy_state` keeps a sequence's state, behind what is in flight, in a spare slot."""
+        self.cache = cache
+        self._copy_state = copy_state
+        self._computing: dict[Job, None] = {}  # prompts on their way into the cache
+
+    @property
+    def evictable(self) -> int:
+        """Cached blocks that nobody uses."""
+        return 0 if self.cache is None else self.cache.tree.unpinned
+
+    def lookup(self, job: Job) -> Hit:
+        """What of a waiting job's tokens is cached, or that it should wait for another to compute them."""
+        if self.cache is None or job.scored:
+            return Hit()
+        if job.leader is not None:
+            leader, common = job.leader
+            if leader in self._computing and leader.cached < common:
+                return _WAIT
+            job.leader = None
+        job.match = match = self.cache.match(job.ids)
+        if (found := self._leader(job, match.resume)) is not None:
+            job.leader = found
+            return _WAIT
+        return Hit(len(match.nodes), sum(node.pins == 0 for node in match.nodes), match.resume)
+
+    def make_room(self, blocks: int) -> None:
+        """So many blocks will be taken now: let them be free."""
+        if self.cache is not None:
+            self.cache.make_room(blocks)
+
+    def reset(self) -> None:
+        if self.cache is not None:
+            self.cache.reset()
+
+    def begin(self, job: Job, blocks: int) -> None:
+        """Take what `lookup` found as a part of the job's `blocks`, and make room for the others."""
+        if self.cache is not None and job.match is not None:
+            job.lease = self.cache.open(job.match, job.target)
+            job.points = set(self.cache.points(job.match, job.target))
+            job.cached = job.match.resume
+            job.skipped = job.cached if job.skipped is None else job.skipped
+            self._computing[job] = None
+            blocks -= len(job.match.nodes)
+        self.make_room(blocks)
+
+    def snapshots(self, part: Slice) -> tuple[tuple[int, int], ...]:
+        """Positions in a slice where the state is kept, each with its slot."""
+        job, start, stop, _ = part
+        if self.cache is None or job.lease is None:
+            return ()
+        wanted = sorted({at for at in job.points if start < at < stop} | {stop})
+        slots = ((at, self.cache.reserve(job.lease, at, spare=at not in job.points)) for at in wanted)
+        return tuple((at, slot) for at, slot in slots if slot is not None)
+
+    def grown(self, job: Job, position: int) -> None:
+        """An answer has filled its pages up to `position`: keep its state there, instead of where it was kept before."""
+        if self.cache is None or job.lease is None or job.seq is None or position % GRID:
+            return
+        if (slot := self.cache.follow(job.lease, position)) is not None:
+            self._copy_state(job.seq, slot)
+
+    def read(self, job: Job) -> None:
+        """A slice of its prompt was computed: others may use it from now on."""
+        if self.cache is not None and job.lease is not None and job.seq is not None:
+            job.cached = min(job.seq.kv_valid_tokens, job.target)
+            self.cache.insert(job.lease, job.ids, job.seq.blocks.blocks, job.cached)
+            if job.cached == job.target:
+                self._computing.pop(job, None)
+
+    def end(self, job: Job) -> None:
+        """It lets go of its blocks: what is proven written of them stays, as long as there is room."""
+        self._computing.pop(job, None)
+        job.match = None
+        if self.cache is not None and job.lease is not None:
+            lease, job.lease, valid = job.lease, None, 0
+            if job.seq is not None:
+                ids = np.append(job.ids, np.array(job.answer[job.target - job.prompt :], np.int32))
+                valid = min(job.seq.kv_valid_tokens, len(ids))
+                self.cache.insert(lease, ids, job.seq.blocks.blocks, valid)
+            self.cache.close(lease, valid)
+
+    def _leader(self, job: Job, resume: int) -> tuple[Job, int] | None:
+        """Who is computing the longest beginning of this prompt, a multiple of 64 beyond `resume`, and how long that is."""
+        best: tuple[Job, int] | None = None
+        for other in self._computing:
+            at_least = (best[1] if best else resume) + GRID
+            most = min(len(job.ids) - 1, other.target) // GRID * GRID
+            if most < at_least or job.ids[at_least - 1] != other.ids[at_least - 1] or other.lease is None:
+                continue
+            differs = job.ids[:most] != other.ids[:most]
+            common = int(differs.argmax()) // GRID * GRID if differs.any() else most
+            if self.cache is not None and self.cache.recurrent and common <= other.prefilled:  # too late to ask for a snapshot
+                common = max((at for at in other.lease.states if at <= common and at != other.lease.answer), default=0)
+            if common >= at_least and common > other.cached:
+                best = other, common
+        if best is not None:
+            leader, common = best
+            leader.points.add(common)
+            leader.goal = min(leader.goal, common) if leader.goal > leader.prefilled else common
+        return best
