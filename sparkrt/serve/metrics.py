@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -64,6 +64,8 @@ class Metrics:
         self._ended = {reason: ended.labels(*labels, reason) for reason in ("stop", "length", "abort", "error")}
         cached = Counter("sparkrt:prompt_tokens_cached", "Prompt tokens that came from a cache.", LABELS, registry=self._registry)
         self._cached = cached.labels(*labels)
+        text = "From the start of the process to its being ready."
+        self.startup = Gauge("sparkrt:startup_seconds", text, LABELS, registry=self._registry).labels(*labels)
 
     def ended(self, reason: str, seconds: float, first: float | None, prompt: int, cached: int, generated: int) -> None:
         """An answer ended, `seconds` after its request came and, if it has tokens, `first` seconds after it for the first one."""

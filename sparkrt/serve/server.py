@@ -80,7 +80,8 @@ async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket,
         if not stop.is_set():
             port = listener.getsockname()[1]
             where = f"[{args.host}]:{port}" if ":" in args.host else f"{args.host}:{port}"
-            _print_summary(serving, f"in {time.monotonic() - began:.1f} s at http://{where}/v1")
+            serving.metrics.startup.set(took := time.monotonic() - began)
+            _print_summary(serving, f"in {took:.1f} s at http://{where}/v1")
             gc.collect()
             gc.freeze()  # what is loaded stays: not worth walking again
             await _first(client.ended.wait(), stop.wait(), *([] if args.disable_log_stats else [_log_stats(client)]))

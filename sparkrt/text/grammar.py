@@ -183,8 +183,12 @@ class Grammars:
                 self._ready.popitem(last=False)
             return Matcher(found.deep_copy())
 
+    def open(self) -> None:
+        """Prepare the vocabulary now, not at the first use."""
+        with self._lock:
+            self._open()
+
     def _open(self) -> LLTokenizer:
-        """Made at the first use: a large vocabulary takes a second."""
         if self._backend is None:
             from llguidance import LLTokenizer, TokenizerWrapper
 

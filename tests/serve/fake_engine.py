@@ -38,6 +38,8 @@ class FakeEngine:
     FOREVER instead of ending.
     """
 
+    grammars = None
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = {raw[0]: i for i in range(tokenizer.vocab_size) if len(raw := tokenizer.token_bytes(i)) == 1}
