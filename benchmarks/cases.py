@@ -156,13 +156,21 @@ def _merge_inputs(rng: Rng, s: Sizes) -> Given:
     return given
 
 
-def _conv_inputs(rng: Rng, s: Sizes) -> Given:
-    return {} if "positions" in s else {"positions": rng.integers(4, 4096, s.B, np.int32)}
+def _step_inputs(rng: Rng, s: Sizes) -> Given:
+    """Keys share a direction; slots are all but the first and the dummy behind the last; any position unless named."""
+    keys, values = 2 * s.HK * s.DK, s.HV * s.DV
+    proj, conv = normal(rng, (s.B, keys + 2 * values + 2 * s.HV)), normal(rng, (keys + values, 4), 0.5)
+    proj[:, keys // 2 : keys] += 0.5
+    given = {"proj": proj, "conv": conv, "ring": normal(rng, (s.slots, s.R, keys + values)), "k_heads": s.HK}
+    given |= {"out": np.zeros((s.B, values), np.float32), "state": normal(rng, (s.slots, s.HV, s.DV, s.DK), 0.3)}
+    given |= {"a_log": normal(rng, (s.HV,), 0.2) + np.float32(np.log(s.decay or 0.2)), "norm": 1 + normal(rng, (s.DV,), 0.2)}
+    given["slots"] = 1 + rng.permutation(s.slots - 2)[: s.B].astype(np.int32)
+    return given if "positions" in s else given | {"positions": rng.integers(0, 4096, s.B, np.int32)}
 
 
 def _gdn_inputs(rng: Rng, s: Sizes) -> Given:
     """Keys of a token share a direction, as trained ones do. Slots are all but the first and the dummy behind the last."""
-    rows, state = s.B or s.T, (s.HV, s.DV, s.DK)
+    rows, state = s.T, (s.HV, s.DV, s.DK)
     qkv = normal(rng, (rows, 2 * s.HK * s.DK + s.HV * s.DV))
     qkv[:, s.HK * s.DK : 2 * s.HK * s.DK] += 0.5
     given = {"qkv": qkv, "state": normal(rng, (s.slots, *state), 0.3), "k_heads": s.HK}
@@ -177,8 +185,9 @@ def _gdn_inputs(rng: Rng, s: Sizes) -> Given:
 
 
 def _router_inputs(rng: Rng, s: Sizes) -> Given:
-    logits = normal(rng, (s.T, s.E))
-    return {"logits": np.round(logits) if s.ties else logits}
+    logits, chosen = normal(rng, (s.T, s.E + min(s.shared, 1))), (s.T, s.top + s.shared)
+    outputs = {"weights": np.zeros(chosen, np.float32), "ids": np.zeros(chosen, np.int32)}
+    return outputs | {"logits": np.round(logits) if s.ties else logits}
 
 
 def _experts_inputs(rng: Rng, s: Sizes) -> Given:
@@ -234,12 +243,13 @@ INPUTS: dict[str, Callable[[Rng, Sizes], Given]] = {
     "gather_rows": lambda rng, s: {"rows": rng.integers(-1, s.T, s.R, np.int32)},
     "linear": lambda rng, s: {"w": normal(rng, (s.N, s.K), s.K**-0.5)},
     "linear_invariant": lambda rng, s: {"w": normal(rng, (s.N, s.K), s.K**-0.5)},
+    "add_linear": lambda rng, s: {"w": normal(rng, (s.N, s.K), s.K**-0.5)},
+    "norm_linear": lambda rng, s: {"w": normal(rng, (s.N, s.K), s.K**-0.5)},
     "qk_norm_rope_append": _qkv_inputs,
     "paged_attention_prefill": _attention_inputs,
     "paged_attention_decode": _attention_inputs,
     "merge_attention": _merge_inputs,
-    "conv_step": _conv_inputs,
-    "gdn_step": _gdn_inputs,
+    "gdn_step": _step_inputs,
     "gdn_prefill": _gdn_inputs,
     "router_topk": _router_inputs,
     "moe_experts": _experts_inputs,

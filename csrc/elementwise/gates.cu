@@ -1,4 +1,4 @@
-// SWIGLU, ADD_SIGMOID_GATED and SIGMOID_GATE: the elementwise gates of MLPs and attention.
+// SWIGLU and SIGMOID_GATE: the elementwise gates of MLPs and attention.
 //
 // One 16-byte vector of each operand a thread; rows that vectors do not tile go one element at a time. All are bound by memory:
 // swiglu of 4096 x 2 x 3072 bf16 moves 75.5 MB, 17.6 us at 4.29 TB/s.
@@ -18,20 +18,6 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 #pragma unroll
         for (int j = 0; j < N; ++j) y.v[j] = from_float<T>(silu(to_float(gate.v[j])) * to_float(up.v[j]));
         store_pack(out + row * width + pack * N, y);
-    });
-}
-
-template <typename T, int N, typename G>
-__global__ void __launch_bounds__(kElementwiseThreads)
-    add_sigmoid_gated_kernel(T* out, const T* __restrict__ x, const G* __restrict__ gate, int64_t rows, int64_t width) {
-    for_packs(rows, width / N, [&](int64_t row, int64_t pack) {
-        const int64_t at = row * width + pack * N;
-        Pack<T, N> y = load_pack<T, N>(out + at);
-        const Pack<T, N> added = load_pack<T, N>(x + at);
-        const float share = sigmoid(to_float(gate[row]));
-#pragma unroll
-        for (int j = 0; j < N; ++j) y.v[j] = from_float<T>(fmaf(share, to_float(added.v[j]), to_float(y.v[j])));
-        store_pack(out + at, y);
     });
 }
 
@@ -58,17 +44,6 @@ int swiglu(const Args& a, cudaStream_t stream) {
     return launch_rows(swiglu_kernel<T, 1>, rows, width, stream, a.ptr<T>(0), a.ptr<T>(1), rows, width);
 }
 
-template <typename T, typename G>
-int add_sigmoid_gated(const Args& a, cudaStream_t stream) {
-    constexpr int n = Vec<T>::n;
-    const int64_t rows = a.dim(0, 0), width = a.dim(0, 1);
-    if (a.vectors(0, width, sizeof(T)) && a.vectors(1, width, sizeof(T)))
-        return launch_rows(add_sigmoid_gated_kernel<T, n, G>, rows, width / n, stream, a.ptr<T>(0), a.ptr<T>(1), a.ptr<G>(2),
-                           rows, width);
-    return launch_rows(add_sigmoid_gated_kernel<T, 1, G>, rows, width, stream, a.ptr<T>(0), a.ptr<T>(1), a.ptr<G>(2), rows,
-                       width);
-}
-
 template <typename T>
 int sigmoid_gate(const Args& a, cudaStream_t stream) {
     constexpr int n = Vec<T>::n;
@@ -87,17 +62,6 @@ SPARK_LAUNCHER(spark_swiglu) {
     SPARK_CHECK(count == 2 && a.given(0) && a.ndim(0) == 2 && a.is(1, a.dtype(0), 2));
     SPARK_CHECK(a.dim(1, 0) == a.dim(0, 0) && a.dim(1, 1) == 2 * a.dim(0, 1));
     SPARK_DISPATCH_ACTIVATION(a.dtype(0), return swiglu<T>(a, stream))
-    return spark::kUnsupported;
-}
-
-// (out[T,H] in/out, x[T,H], gate[T,1]); the gate may be float32 beside a narrower activation
-SPARK_LAUNCHER(spark_add_sigmoid_gated) {
-    const spark::Args a(args, count);
-    SPARK_CHECK(count == 3 && a.given(0) && a.ndim(0) == 2 && a.is(1, a.dtype(0), 2) && a.given(2) && a.ndim(2) == 2);
-    SPARK_CHECK(a.dim(1, 0) == a.dim(0, 0) && a.dim(1, 1) == a.dim(0, 1) && a.dim(2, 0) == a.dim(0, 0) && a.dim(2, 1) == 1);
-    SPARK_CHECK(a.dtype(2) == a.dtype(0) || a.dtype(2) == spark::DType::f32);
-    SPARK_DISPATCH_ACTIVATION(a.dtype(0), return a.dtype(2) == spark::DType::f32 ? (add_sigmoid_gated<T, float>(a, stream))
-                                                                                 : (add_sigmoid_gated<T, T>(a, stream)))
     return spark::kUnsupported;
 }
 

@@ -1,103 +1,29 @@
-// CONV_STEP and CONV_PREFILL: causal depthwise convolution of four taps and SiLU, over a ring of past inputs.
+// CONV_PREFILL: causal depthwise convolution of four taps and SiLU (taps.cuh), over a ring of past inputs.
 //
-// A sequence's past is ring [slots, ring, C], column = position mod ring. A thread owns a few channels (a vector of them) and
-// adds taps from the newest to the oldest, so that step and prefill give the same bits.
-// A step reads three columns and the projection and writes its own column: no thread reads what another writes.
+// A sequence's past is ring [slots, ring, C], column = position mod ring. A thread owns a few channels (a vector of them).
 // A prefill cuts every slice into tiles of 16 tokens, counted from the slice's first, and a thread walks one tile with the last
 // three inputs in registers. Only the thread of a slice's first tile touches the ring, for its channels: it reads the history,
 // then writes the slice's last columns from the projection. So nothing is overwritten before it is read, in any order of CTAs.
-// H200, bf16, 8192 channels: a step of 128 rows moves 12.6 MB, 2.9 us at 4.29 TB/s; 4096 tokens move 134 MB, 31 us.
+// H200, bf16, 8192 channels: 4096 tokens move 134 MB, 31 us.
 #include "common/dispatch.h"
 #include "common/pdl.h"
+#include "gdn/taps.cuh"
 
 namespace {
 
 using namespace spark;
 
-constexpr int kTaps = 4;
-constexpr int kBack = kTaps - 1;
 constexpr int kThreads = 128;
 constexpr int kTile = 16;  // tokens a thread of a prefill walks; at least kBack
 constexpr int kGroup = 4;  // of which it loads so many at once
 
-// silu(x) to 2 ulp or so, at a third of the instructions of expf and an exact division; 0 where exp overflows.
-__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
-// taps[j][i] of N channels from `w` on, channel-major in memory.
-template <typename T, int N>
-__device__ __forceinline__ void load_taps(const T* w, float (&taps)[kTaps][N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const Pack<T, kTaps> channel = load_pack<T, kTaps>(w + i * kTaps);
-#pragma unroll
-        for (int j = 0; j < kTaps; ++j) taps[j][i] = to_float(channel.v[j]);
-    }
-}
-
-// past[j] is the input j + 1 tokens back.
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> convolve(const float (&taps)[kTaps][N], const Pack<T, N>& now,
-                                               const Pack<T, N> (&past)[kBack]) {
-    Pack<T, N> y;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        float sum = to_float(now.v[i]) * taps[kBack][i];
-#pragma unroll
-        for (int j = 0; j < kBack; ++j) sum = fmaf(to_float(past[j].v[i]), taps[kBack - 1 - j][i], sum);
-        y.v[i] = from_float<T>(quick_silu(sum));
-    }
-    return y;
-}
-
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> zero_pack() {
-    Pack<T, N> x;
-#pragma unroll
-    for (int i = 0; i < N; ++i) x.v[i] = from_float<T>(0.f);
-    return x;
-}
-
 struct Params {
     void *out, *ring;
     const void *proj, *w;
-    const int *slots, *cu, *where;  // cu of a prefill only; where: positions of a step, starts of a prefill
+    const int *slots, *cu, *where;  // where: a slice's first position
     int64_t stride;                 // of proj
-    int rows, channels, slot_count, ring_length, per_block;
+    int rows, channels, slot_count, ring_length;
 };
-
-// The inputs of positions `position` - 1, - 2, - 3; zeros before position 0.
-template <typename T, int N>
-__device__ __forceinline__ void load_past(const T* ring, int position, int length, int channels, Pack<T, N> (&past)[kBack]) {
-#pragma unroll
-    for (int j = 0; j < kBack; ++j) {
-        const int p = position - 1 - j;
-        past[j] = p < 0 ? zero_pack<T, N>() : load_pack<T, N>(ring + static_cast<int64_t>(p % length) * channels);
-    }
-}
-
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) conv_step_kernel(const Params p) {
-    const int c = (blockIdx.x * kThreads + threadIdx.x) * N;
-    float taps[kTaps][N];
-    if (c < p.channels) load_taps<T, N>(static_cast<const T*>(p.w) + static_cast<int64_t>(c) * kTaps, taps);
-    grid_dependency_wait();
-    grid_dependency_launch();
-    if (c >= p.channels) return;
-    const int first = blockIdx.y * p.per_block, last = min(first + p.per_block, p.rows);
-    for (int row = first; row < last; ++row) {
-        const int slot = p.slots[row], position = max(p.where[row], 0);
-        const Pack<T, N> now = load_pack<T, N>(static_cast<const T*>(p.proj) + row * p.stride + c);
-        Pack<T, N> y = zero_pack<T, N>();
-        if (slot >= 0 && slot < p.slot_count) {
-            T* ring = static_cast<T*>(p.ring) + static_cast<int64_t>(slot) * p.ring_length * p.channels + c;
-            Pack<T, N> past[kBack];
-            load_past<T, N>(ring, position, p.ring_length, p.channels, past);
-            store_pack(ring + static_cast<int64_t>(position % p.ring_length) * p.channels, now);
-            y = convolve<T, N>(taps, now, past);
-        }
-        store_pack(static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.channels + c, y);
-    }
-}
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) conv_prefill_kernel(const Params p) {
@@ -148,14 +74,6 @@ __global__ void __launch_bounds__(kThreads) conv_prefill_kernel(const Params p) 
 }
 
 template <typename T, int N>
-int launch_step(Params p, cudaStream_t stream) {
-    p.per_block = p.rows <= 16 ? 1 : 4;  // more rows a thread: the taps are read again for each block of rows
-    const int along = (p.channels / N + kThreads - 1) / kThreads, over = (p.rows + p.per_block - 1) / p.per_block;
-    SPARK_CHECK(over < (1 << 16));
-    return launch_pdl(conv_step_kernel<T, N>, dim3(along, over), dim3(kThreads), 0, stream, p);
-}
-
-template <typename T, int N>
 int launch_prefill(const Params& p, int64_t tokens, cudaStream_t stream) {
     const int64_t tiles = tokens / kTile + p.rows, along = (p.channels / N + kThreads - 1) / kThreads;
     SPARK_CHECK(tiles < (int64_t(1) << 31) && along < (1 << 16));
@@ -163,7 +81,7 @@ int launch_prefill(const Params& p, int64_t tokens, cudaStream_t stream) {
                       0, stream, p);
 }
 
-// Of both operators: (out[rows,C], ring[slots,ring,C], proj[rows,N], w[C,4], slots, ...).
+// (out[rows,C], ring[slots,ring,C], proj[rows,N], w[C,4], slots, ...).
 bool arrays(const Args& a, Params& p) {
     const DType t = a.dtype(0);
     if (!a.is(0, t, 2) || !a.is(1, t, 3) || !a.is(2, t, 2) || !a.is(3, t, 2) || !a.is(4, DType::i32, 1)) return false;
@@ -189,29 +107,12 @@ bool packs(const Args& a, int n) {
 }
 
 template <typename T>
-int step(const Args& a, const Params& p, cudaStream_t stream) {
-    return packs<T>(a, 4) ? launch_step<T, 4>(p, stream) : launch_step<T, 1>(p, stream);
-}
-
-template <typename T>
 int prefill(const Args& a, const Params& p, cudaStream_t stream) {
     constexpr int n = Vec<T>::n;
     return packs<T>(a, n) ? launch_prefill<T, n>(p, a.dim(0, 0), stream) : launch_prefill<T, 1>(p, a.dim(0, 0), stream);
 }
 
 }  // namespace
-
-// (out[B,C], ring_state[slots,ring,C] in/out, proj[B,N], w[C,4], slots[B], positions[B])
-SPARK_LAUNCHER(spark_conv_step) {
-    const spark::Args a(args, count);
-    Params p{};
-    SPARK_CHECK(count == 6 && a.given(0) && arrays(a, p) && a.is(5, spark::DType::i32, 1));
-    SPARK_CHECK(p.rows == a.dim(0, 0) && a.dim(5, 0) == p.rows);
-    p.where = a.ptr<int>(5);
-    if (p.rows == 0) return cudaSuccess;
-    SPARK_DISPATCH_ACTIVATION(a.dtype(0), return step<T>(a, p, stream))
-    return spark::kUnsupported;
-}
 
 // (out[T,C], ring_state[slots,ring,C] in/out, proj[T,N], w[C,4], slots[S], cu[S+1], starts[S])
 SPARK_LAUNCHER(spark_conv_prefill) {

@@ -101,7 +101,8 @@ class Library {
         return *library;
     }
 
-    int run(const Key& key, void* out, const void* x, const void* w, const void* bias, int64_t rows, cudaStream_t stream) {
+    int run(const Key& key, void* out, const void* x, const void* w, const void* bias, int64_t rows, bool add,
+            cudaStream_t stream) {
         if (!open_) return kUnsupported;
         const std::lock_guard<std::mutex> lock(mutex_);
         const Handle handle = handle_of(std::get<0>(key));
@@ -111,8 +112,8 @@ class Library {
         Plan& plan = found->second;
         if (!plan.usable || !set_rows(plan, rows)) return kUnsupported;
         if (bias != nullptr && api_.desc_set(plan.product, kDescBias, &bias, sizeof(bias))) return kUnsupported;
-        const float one = 1.f, zero = 0.f;
-        return api_.multiply(handle, plan.product, &one, w, plan.w, x, plan.x, &zero, out, plan.out, out, plan.out,
+        const float one = 1.f, before = add ? 1.f : 0.f;
+        return api_.multiply(handle, plan.product, &one, w, plan.w, x, plan.x, &before, out, plan.out, out, plan.out,
                              &plan.algorithm, nullptr, 0, stream)
                    ? kUnsupported
                    : static_cast<int>(cudaSuccess);
@@ -185,8 +186,9 @@ class Library {
 }  // namespace
 
 int spark::cublaslt_linear(void* out, DType out_type, const void* x, const void* w, const void* bias, DType type, int64_t rows,
-                           int64_t n, int64_t k, cudaStream_t stream) {
+                           int64_t n, int64_t k, bool add, cudaStream_t stream) {
     int device = 0;
     cudaGetDevice(&device);
-    return Library::get().run({device, out_type, type, n, k, bias != nullptr, rows <= kFewRows}, out, x, w, bias, rows, stream);
+    return Library::get().run({device, out_type, type, n, k, bias != nullptr, rows <= kFewRows}, out, x, w, bias, rows, add,
+                              stream);
 }

@@ -14,7 +14,7 @@ constexpr int kGenericTile = 64;
 
 template <typename T, typename O>
 __global__ void __launch_bounds__(256)
-    generic_linear_kernel(O* out, const T* x, const T* w, const T* bias, int64_t rows, int64_t n, int64_t k) {
+    generic_linear_kernel(O* out, const T* x, const T* w, const T* bias, int64_t rows, int64_t n, int64_t k, bool add) {
     constexpr int kDepth = 16, kPitch = kGenericTile + 4;
     __shared__ __align__(16) float xs[kDepth][kPitch], ws[kDepth][kPitch];
     grid_dependency_wait();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
             const int64_t row = row0 + ty * 4 + i, column = n0 + tx * 4 + j;
             if (row < rows && column < n) {
                 const float y = sum[i][j] + (bias != nullptr ? to_float(bias[column]) : 0.f);
-                out[row * n + column] = from_float<O>(y);
+                out[row * n + column] = from_float<O>(add ? to_float(out[row * n + column]) + y : y);
             }
         }
     }

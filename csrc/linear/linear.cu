@@ -15,6 +15,7 @@
 #include "linear/cublaslt.h"
 #include "linear/generic.cuh"
 #include "linear/gpu.h"
+#include "linear/input.cuh"
 #include "linear/stream.cuh"
 #include "linear/tile.cuh"
 
@@ -31,23 +32,30 @@ struct Problem {
     int rows, n, k;
     bool wide;     // out is float32
     bool vectors;  // rows of out are 16-byte vectors
+    bool add;      // to what out holds, in float32 before the one rounding
 
     __device__ __forceinline__ float biased(float y, int column) const {
         return bias == nullptr ? y : y + to_float(bias[column]);
     }
-    __device__ __forceinline__ void store(int row, int column, float y) const {
+    // What is added to an output: a load that may begin long before the sum is there.
+    __device__ __forceinline__ float before(int row, int column) const {
         const int64_t at = static_cast<int64_t>(row) * n + column;
+        return !add ? 0.f : wide ? static_cast<const float*>(out)[at] : to_float(static_cast<const T*>(out)[at]);
+    }
+    __device__ __forceinline__ void store(int row, int column, float y, float before) const {
+        const int64_t at = static_cast<int64_t>(row) * n + column;
+        const float sum = add ? before + biased(y, column) : biased(y, column);
         if (wide)
-            static_cast<float*>(out)[at] = biased(y, column);
+            static_cast<float*>(out)[at] = sum;
         else
-            static_cast<T*>(out)[at] = from_float<T>(biased(y, column));
+            static_cast<T*>(out)[at] = from_float<T>(sum);
     }
     // Eight neighbouring columns, the first a multiple of eight.
     __device__ __forceinline__ void store_eight(int row, int column, const float (&y)[8]) const {
-        if (!vectors) {
+        if (!vectors || add) {
 #pragma unroll
             for (int j = 0; j < 8; ++j)
-                if (column + j < n) store(row, column + j, y[j]);
+                if (column + j < n) store(row, column + j, y[j], before(row, column + j));
             return;
         }
         if (column >= n) return;
@@ -66,40 +74,54 @@ struct Problem {
 };
 
 // An item: 16 outputs of all rows.
-template <typename T, int kTiles>
+template <typename T, int kTiles, typename Input>
 struct Outputs {
+    static constexpr int kPasses = (kTiles * 8 + kStreamThreads / 16 - 1) / (kStreamThreads / 16);
     const Problem<T>& p;
+    const Input& input;
+    unsigned char* kept;  // the input's shared memory
+    float before[kPasses] = {};
 
+    __device__ __forceinline__ Outputs(const Problem<T>& problem, const Input& in, unsigned char* shared)
+        : p(problem), input(in), kept(shared) {}
     __device__ __forceinline__ void rows(int item, const T*& low, const T*& high) const {
         const int row = item * 16 + threadIdx.x % kWarp / 4;
         low = p.w + static_cast<int64_t>(min(row, p.n - 1)) * p.k;
         high = p.w + static_cast<int64_t>(min(row + 8, p.n - 1)) * p.k;
     }
-    __device__ __forceinline__ void columns(int, const T* (&x)[kTiles], int& tiles) const {
+    __device__ __forceinline__ void columns(int item, const T* (&x)[kTiles], int& tiles) {
         tiles = kTiles == 1 ? 1 : (p.rows + 7) / 8;
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i)
-            x[i] = p.x + static_cast<int64_t>(min(i * 8 + static_cast<int>(threadIdx.x) % kWarp / 4, p.rows - 1)) * p.k;
+        for (int i = 0; i < kTiles; ++i) x[i] = input.row(kept, i * 8 + static_cast<int>(threadIdx.x) % kWarp / 4);
+        if (!p.add) return;
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+            const int row = i * (kStreamThreads / 16) + threadIdx.x / 16, output = item * 16 + threadIdx.x % 16;
+            if (row < p.rows && output < p.n) before[i] = p.before(row, output);
+        }
     }
     __device__ __forceinline__ void ready() const {
+        input.prepare(kept);
         grid_dependency_wait();
         grid_dependency_launch();
+        input.fill(kept);
     }
     __device__ __forceinline__ void finish(int item, const float (&sums)[kParts][kTiles][16][8]) const {
         const int output = threadIdx.x % 16;
         if (item * 16 + output >= p.n) return;
 #pragma unroll
-        for (int i = 0; i < kTiles * 8; i += kStreamThreads / 16) {
-            const int row = i + threadIdx.x / 16;
-            if (row < min(p.rows, kTiles * 8)) p.store(row, item * 16 + output, sum_parts(sums, output, row));
+        for (int i = 0; i < kPasses; ++i) {
+            const int row = i * (kStreamThreads / 16) + threadIdx.x / 16;
+            if (row < min(p.rows, kTiles * 8)) p.store(row, item * 16 + output, sum_parts(sums, output, row), before[i]);
         }
     }
 };
 
-template <typename T, int kTiles, int kSteps>
-__global__ void __launch_bounds__(kStreamThreads, 2) stream_kernel(const Problem<T> p) {
+template <typename T, int kTiles, int kSteps, typename Input>
+__global__ void __launch_bounds__(kStreamThreads, 2) stream_kernel(const Problem<T> p, const Input input) {
+    extern __shared__ __align__(128) unsigned char memory[];
     __shared__ SplitShared<kTiles> shared;
-    Outputs<T, kTiles> outputs{p};
+    Outputs<T, kTiles, Input> outputs(p, input, memory);
     stream_split<T, kTiles, kSteps>(outputs, shared, blockIdx.x, (p.n + 15) / 16, gridDim.x, p.k);
 }
 
@@ -153,15 +175,25 @@ __global__ void __launch_bounds__(Shape::kThreads) tile_kernel(const Problem<typ
     if (kCluster) cluster_sync();  // nobody leaves while another reads what it kept
 }
 
-template <typename T, int kTiles>
-int launch_stream(const Problem<T>& p, const Gpu& gpu, cudaStream_t stream) {
+template <typename T, int kTiles, typename Input>
+int launch_stream(const Problem<T>& p, const Input& input, const Gpu& gpu, cudaStream_t stream) {
     const int items = (p.n + 15) / 16, ctas = items < 2 * gpu.multiprocessors ? items : 2 * gpu.multiprocessors;
     // more activations leave fewer registers for weights
     return with_steps<kTiles == 1   ? 8
                       : kTiles == 2 ? 6
-                                    : 4>((p.k + kBlock - 1) / kBlock, kParts, [&](auto steps) {
-        return launch_pdl(stream_kernel<T, kTiles, steps>, dim3(ctas), dim3(kStreamThreads), 0, stream, p);
+                                    : 4>((p.k + kBlock - 1) / kBlock, kParts, [&](auto steps) -> int {
+        const auto kernel = stream_kernel<T, kTiles, steps, Input>;
+        const int shared = input.bytes();
+        if (shared > 0) {
+            if (const cudaError_t status = allow_shared(kernel, shared)) return status;
+        }
+        return launch_pdl(kernel, dim3(ctas), dim3(kStreamThreads), shared, stream, p, input);
     });
+}
+
+template <typename T, int kTiles>
+int launch_stream(const Problem<T>& p, const Gpu& gpu, cudaStream_t stream) {
+    return launch_stream<T, kTiles>(p, PlainInput<T>{p.x, p.rows, p.k}, gpu, stream);
 }
 
 template <typename Shape, bool kCluster>
@@ -189,7 +221,8 @@ int run_tensor(const Problem<T>& p, DType type, bool invariant, cudaStream_t str
     if (p.rows <= 16) return launch_stream<T, 2>(p, gpu, stream);
     if (p.rows <= kStreamRows) return launch_stream<T, 4>(p, gpu, stream);
     if (!invariant && p.vectors && !(p.wide && p.bias != nullptr)) {
-        const int status = cublaslt_linear(p.out, p.wide ? DType::f32 : type, p.x, p.w, p.bias, type, p.rows, p.n, p.k, stream);
+        const int status =
+            cublaslt_linear(p.out, p.wide ? DType::f32 : type, p.x, p.w, p.bias, type, p.rows, p.n, p.k, p.add, stream);
         if (status != kUnsupported) return status;
     }
     if (p.rows <= kTileRows) return launch_tile<Tile<T, 64, 64, 32, 32, 4>>(p, gpu, stream);
@@ -197,48 +230,107 @@ int run_tensor(const Problem<T>& p, DType type, bool invariant, cudaStream_t str
 }
 
 template <typename T, typename O>
-int run_generic(const Args& a, cudaStream_t stream) {
+int run_generic(const Args& a, bool add, cudaStream_t stream) {
     const int64_t rows = a.dim(0, 0), n = a.dim(0, 1), k = a.dim(1, 1);
     const int64_t across = (n + kGenericTile - 1) / kGenericTile, down = (rows + kGenericTile - 1) / kGenericTile;
     SPARK_CHECK(down < 65536);
     return launch_pdl(generic_linear_kernel<T, O>, dim3(static_cast<unsigned>(across), static_cast<unsigned>(down)), dim3(256), 0,
-                      stream, a.ptr<O>(0), a.ptr<T>(1), a.ptr<T>(2), a.ptr<T>(3), rows, n, k);
+                      stream, a.ptr<O>(0), a.ptr<T>(1), a.ptr<T>(2), a.ptr<T>(3), rows, n, k, add);
 }
 
 template <typename T>
-int run(const Args& a, bool invariant, cudaStream_t stream) {
+Problem<T> problem_of(const Args& a, bool add) {
     const int64_t rows = a.dim(0, 0), n = a.dim(0, 1), k = a.dim(1, 1);
-    const bool wide = a.dtype(0) == DType::f32;
-    if (rows == 0 || n == 0) return cudaSuccess;
-    if constexpr (sizeof(T) == 2) {
-        if (a.vectors(1, k, sizeof(T)) && a.vectors(2, k, sizeof(T))) {
-            const Problem<T> p{a.ptr<void>(0),
-                               a.ptr<T>(1),
-                               a.ptr<T>(2),
-                               a.ptr<T>(3),
-                               static_cast<int>(rows),
-                               static_cast<int>(n),
-                               static_cast<int>(k),
-                               wide,
-                               n % 8 == 0 && a.vectors(0, 8, 2)};
-            return run_tensor(p, a.dtype(1), invariant, stream);
-        }
-    }
-    return wide ? run_generic<T, float>(a, stream) : run_generic<T, T>(a, stream);
+    return {a.ptr<void>(0),
+            a.ptr<T>(1),
+            a.ptr<T>(2),
+            a.ptr<T>(3),
+            static_cast<int>(rows),
+            static_cast<int>(n),
+            static_cast<int>(k),
+            a.dtype(0) == DType::f32,
+            n % 8 == 0 && a.vectors(0, 8, 2),
+            add};
 }
 
-int linear(const Args& a, bool invariant, cudaStream_t stream) {
-    SPARK_CHECK(a.count() == 4 && a.given(0) && a.ndim(0) == 2 && a.given(1) && a.ndim(1) == 2 && a.is(2, a.dtype(1), 2));
+template <typename T>
+bool on_tensor_cores(const Args& a) {
+    return sizeof(T) == 2 && a.vectors(1, a.dim(1, 1), sizeof(T)) && a.vectors(2, a.dim(1, 1), sizeof(T));
+}
+
+// (out, x, w, bias): what all of the launchers have in common.
+int check(const Args& a) {
+    SPARK_CHECK(a.given(0) && a.ndim(0) == 2 && a.given(1) && a.ndim(1) == 2 && a.is(2, a.dtype(1), 2));
     SPARK_CHECK(a.dtype(0) == a.dtype(1) || a.dtype(0) == DType::f32);
     SPARK_CHECK(a.dim(1, 0) == a.dim(0, 0) && a.dim(2, 0) == a.dim(0, 1) && a.dim(2, 1) == a.dim(1, 1) && a.dim(1, 1) > 0);
     SPARK_CHECK(!a.given(3) || (a.is(3, a.dtype(1), 1) && a.dim(3, 0) == a.dim(0, 1)));
     SPARK_CHECK(a.dim(0, 0) < (1 << 30) && a.dim(0, 1) < (1 << 30) && a.dim(1, 1) < (1 << 30));
-    SPARK_DISPATCH_ACTIVATION(a.dtype(1), return run<T>(a, invariant, stream))
+    return cudaSuccess;
+}
+
+template <typename T>
+int run(const Args& a, bool add, bool invariant, cudaStream_t stream) {
+    if (a.size(0) == 0) return cudaSuccess;
+    if constexpr (sizeof(T) == 2) {
+        if (on_tensor_cores<T>(a)) return run_tensor(problem_of<T>(a, add), a.dtype(1), invariant, stream);
+    }
+    return a.dtype(0) == DType::f32 ? run_generic<T, float>(a, add, stream) : run_generic<T, T>(a, add, stream);
+}
+
+int linear(const Args& a, bool add, bool invariant, cudaStream_t stream) {
+    if (const int status = check(a)) return status;
+    SPARK_DISPATCH_ACTIVATION(a.dtype(1), return run<T>(a, add, invariant, stream))
+    return kUnsupported;
+}
+
+constexpr int kMostShared = 100 << 10;  // of a CTA, so that two fit on a multiprocessor
+
+// kUnsupported: nothing was enqueued. `a` are (out, normed, w, bias), so that what they have in common with a plain product is
+// so.
+template <typename T>
+int run_normed(const Args& a, const Args& norm, cudaStream_t stream) {
+    if constexpr (sizeof(T) == 2) {
+        const Problem<T> p = problem_of<T>(a, false);
+        const NormInput<T> input{norm.ptr<T>(1), p.rows, p.k, norm.ptr<float>(2), norm.ptr<T>(0), norm.real(3), norm.real(4)};
+        if (p.rows <= kInputRows && on_tensor_cores<T>(a) && norm.vectors(1, p.k, 2) && norm.vectors(2, 0, 4) &&
+            input.bytes() <= kMostShared)
+            return launch_stream<T, 1>(p, input, current_gpu(), stream);
+    }
     return kUnsupported;
 }
 
 }  // namespace
 
+SPARK_LAUNCHER(spark_rms_norm);
+
 // (out[T,N], x[T,K], w[N,K], bias[N] or none); out of x's type or float32
-SPARK_LAUNCHER(spark_linear) { return linear(spark::Args(args, count), false, stream); }
-SPARK_LAUNCHER(spark_linear_invariant) { return linear(spark::Args(args, count), true, stream); }
+SPARK_LAUNCHER(spark_linear) { return count == 4 ? linear(spark::Args(args, 4), false, false, stream) : spark::kBadArgument; }
+SPARK_LAUNCHER(spark_linear_invariant) {
+    return count == 4 ? linear(spark::Args(args, 4), false, true, stream) : spark::kBadArgument;
+}
+
+// (out[T,N] in/out, x[T,K], w[N,K], bias[N] or none, invariant)
+SPARK_LAUNCHER(spark_add_linear) {
+    SPARK_CHECK(count == 5);
+    return linear(spark::Args(args, 4), true, args[4].integer != 0, stream);
+}
+
+// (out[T,N], normed[T,K], x[T,K], norm[K], w[N,K], bias[N] or none, eps, offset, invariant)
+SPARK_LAUNCHER(spark_norm_linear) {
+    SPARK_CHECK(count == 9);
+    const spark::Arg norm[5] = {args[1], args[2], args[3], args[6], args[7]}, product[4] = {args[0], args[1], args[4], args[5]};
+    const spark::Args n(norm, 5), a(product, 4);
+    if (const int status = check(a)) return status;
+    SPARK_CHECK(n.is(1, a.dtype(1), 2) && n.dim(1, 0) == a.dim(1, 0) && n.dim(1, 1) == a.dim(1, 1));
+    SPARK_CHECK(n.is(2, spark::DType::f32, 1) && n.dim(2, 0) == a.dim(1, 1));
+    if (a.size(0) != 0) {
+        const auto fused = [&]() -> int {
+            SPARK_DISPATCH_ACTIVATION(a.dtype(1), return run_normed<T>(a, n, stream))
+            return spark::kUnsupported;
+        };
+        const int status = fused();
+        if (status != spark::kUnsupported) return status;
+    }
+    const int status = spark_rms_norm(norm, 5, stream);
+    return status != cudaSuccess ? status : linear(a, false, args[8].integer != 0, stream);
+}

@@ -13,7 +13,7 @@
 // A row's sum depends on k alone: within a part in ascending order, parts added in ascending order, starting from zero. The tiled
 // kernel (tile.cuh) keeps this order, so that both give the same bits.
 //
-// defines: spark::kBlock, kParts, kHalves, kStreamThreads, part_of, Span, stream_split, stream_alone, sum_parts, with_steps
+// defines: spark::kBlock, kParts, kHalves, kStreamThreads, part_of, Span, stream_split, stream_alone, sum_parts, Deal, with_steps
 #pragma once
 
 #include <type_traits>
@@ -36,6 +36,19 @@ __host__ __device__ inline Span part_of(int blocks, int part, int parts) {
     return {static_cast<int>(static_cast<int64_t>(blocks) * part / parts),
             static_cast<int>(static_cast<int64_t>(blocks) * (part + 1) / parts)};
 }
+
+// Deals `items` in runs of kRun to `workers` in turn: items that take longer lie together and must not all be one worker's.
+template <int kRun>
+struct Deal {
+    int worker, workers, items;
+
+    __device__ __forceinline__ int count() const {
+        const int runs = (items + kRun - 1) / kRun, mine = (runs + workers - 1 - worker) / workers;
+        const bool short_one = mine > 0 && worker + (mine - 1) * workers == runs - 1;
+        return mine * kRun - (short_one ? runs * kRun - items : 0);
+    }
+    __device__ __forceinline__ int operator()(int i) const { return (i / kRun * workers + worker) * kRun + i % kRun; }
+};
 
 // Calls launch(steps), steps a compile-time number: how many blocks a lane keeps on the way, at most kMost, so that parts of
 // `blocks` / `parts` blocks leave few places of the last round empty.

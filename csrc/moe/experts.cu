@@ -1,4 +1,4 @@
-// MOE_EXPERTS: out[t] = sum_j weight_tj down_e (silu(gate_e x_t) * (up_e x_t)), e = ids_tj; gate_up[E,2F,H], down[E,H,F].
+// MOE_EXPERTS: out[t] += sum_j weight_tj down_e (silu(gate_e x_t) * (up_e x_t)), e = ids_tj; gate_up[E,2F,H], down[E,H,F].
 //
 // By pairs (tokens * k): up to 8 tokens two kernels, each listing the pairs by expert itself; up to 16 pairs an expert on average
 // a sort, the two streaming kernels and the sum over choices; above that the same with tiles of 64 pairs. A token has the same
@@ -139,7 +139,7 @@ int run(const Args& a, const Sizes& n, cudaStream_t stream) {
 
 }  // namespace
 
-// (out[T,H], x[T,H], gate_up[E,2F,H], down[E,H,F], ids[T,k], weights[T,k], workspace)
+// (out[T,H] in/out, x[T,H], gate_up[E,2F,H], down[E,H,F], ids[T,k], weights[T,k], workspace)
 SPARK_LAUNCHER(spark_moe_experts) {
     const spark::Args a(args, count);
     SPARK_CHECK(count == 7 && a.given(0) && a.ndim(0) == 2 && a.is(1, a.dtype(0), 2));

@@ -23,19 +23,20 @@ __device__ __forceinline__ const T* expert_at(const T* weights, int expert, int 
     return weights + static_cast<int64_t>(expert) * rows * columns;
 }
 
-// An item: 8 outputs of a segment's pairs.
-template <typename T, typename Columns>
+// An item: 8 outputs of a segment's pairs. A unit is whichever item `item_of` says.
+template <typename T, typename Columns, typename Order>
 struct GateUp {
     static constexpr int kTiles = Columns::kTiles;
     Columns columns_of;
     Sizes n;
     const T *x, *weights;
     T* act;
+    Order item_of;
     int weights_segment = -1, x_segment = -1;
     const T* expert = nullptr;
 
-    __device__ __forceinline__ void rows(int item, const T*& low, const T*& high) {
-        const int groups = n.width / 8, segment = item / groups;
+    __device__ __forceinline__ void rows(int unit, const T*& low, const T*& high) {
+        const int item = item_of(unit), groups = n.width / 8, segment = item / groups;
         if (segment != weights_segment) {
             weights_segment = segment;
             expert = expert_at(weights, columns_of.expert(segment), 2 * n.width, n.hidden);
@@ -43,8 +44,8 @@ struct GateUp {
         low = expert + static_cast<int64_t>(item % groups * 8 + threadIdx.x % kWarp / 4) * n.hidden;
         high = low + static_cast<int64_t>(n.width) * n.hidden;
     }
-    __device__ __forceinline__ void columns(int item, const T* (&from)[kTiles], int& tiles) {
-        const int segment = item / (n.width / 8);
+    __device__ __forceinline__ void columns(int unit, const T* (&from)[kTiles], int& tiles) {
+        const int segment = item_of(unit) / (n.width / 8);
         if (segment == x_segment) return;
         x_segment = segment;
         tiles = columns_of.tiles(segment);
@@ -56,7 +57,8 @@ struct GateUp {
         }
     }
     __device__ __forceinline__ void ready() const {}
-    __device__ __forceinline__ void finish(int item, const float (&sums)[kParts][kTiles][16][8]) const {
+    __device__ __forceinline__ void finish(int unit, const float (&sums)[kParts][kTiles][16][8]) const {
+        const int item = item_of(unit);
         static_assert(kStreamThreads / 8 >= 8 * kTiles, "a thread has one output");
         const int output = threadIdx.x % 8, column = threadIdx.x / 8, groups = n.width / 8;
         if (column >= 8 * kTiles) return;
@@ -67,15 +69,9 @@ struct GateUp {
     }
 };
 
-// Neighbouring items, which have most often the same activations, go to one CTA.
-template <typename T, int kSteps, typename Columns>
-__device__ __forceinline__ void stream_gate_up(SplitShared<Columns::kTiles>& shared, Columns columns, int segments,
-                                               const Sizes& n, T* act, const T* x, const T* weights) {
-    GateUp<T, Columns> work{columns, n, x, weights, act};
-    const int64_t items = static_cast<int64_t>(segments) * (n.width / 8);
-    stream_split<T, Columns::kTiles, kSteps>(work, shared, static_cast<int>(items * blockIdx.x / gridDim.x),
-                                             static_cast<int>(items * (blockIdx.x + 1) / gridDim.x), 1, n.hidden);
-}
+struct InOrder {
+    __device__ __forceinline__ int operator()(int unit) const { return unit; }
+};
 
 template <typename T, int kSteps>
 __global__ void __launch_bounds__(kStreamThreads, 2)
@@ -85,7 +81,10 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     grid_dependency_wait();
     grid_dependency_launch();
     list_pairs(few, ids, n.tokens * n.top_k, n.experts);
-    stream_gate_up<T, kSteps>(shared, FewColumns{few}, few.segments, n, act, x, weights);
+    GateUp<T, FewColumns, InOrder> work{FewColumns{few}, n, x, weights, act, {}};
+    const int items = few.segments * (n.width / 8);  // neighbours have most often the same activations
+    stream_split<T, 1, kSteps>(work, shared, static_cast<int>(static_cast<int64_t>(items) * blockIdx.x / gridDim.x),
+                               static_cast<int>(static_cast<int64_t>(items) * (blockIdx.x + 1) / gridDim.x), 1, n.hidden);
 }
 
 template <typename T, int kSteps>
@@ -94,7 +93,10 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     __shared__ SplitShared<ManyColumns::kTiles> shared;
     grid_dependency_wait();
     grid_dependency_launch();
-    stream_gate_up<T, kSteps>(shared, ManyColumns{sorted}, *sorted.segments, n, act, x, weights);
+    using Runs = Deal<8>;
+    const Runs runs{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), *sorted.segments * (n.width / 8)};
+    GateUp<T, ManyColumns, Runs> work{ManyColumns{sorted}, n, x, weights, act, runs};
+    stream_split<T, ManyColumns::kTiles, kSteps>(work, shared, 0, runs.count(), 1, n.hidden);
 }
 
 // A unit: one half of k for 16 outputs of a segment's pairs. `outputs` is fixed for few pairs, for many it is part of the unit.
@@ -141,7 +143,14 @@ struct DownFew : Down<T, FewColumns> {
     using Base = Down<T, FewColumns>;
     float (&halves)[kHalves][kFewPairs][16];
 
-    __device__ DownFew(const Base& base, float (&h)[kHalves][kFewPairs][16]) : Base(base), halves(h) {}
+    const T* sum_of;  // what this thread adds to in the end; nothing at nullptr
+    float before = 0.f;
+
+    __device__ DownFew(const Base& base, float (&h)[kHalves][kFewPairs][16], const T* to) : Base(base), halves(h), sum_of(to) {}
+    __device__ __forceinline__ void ready() {
+        Base::ready();
+        if (sum_of != nullptr) before = to_float(*sum_of);
+    }
     __device__ __forceinline__ void rows(int unit, const T*& low, const T*& high) {
         this->rows_of(unit / kHalves, blockIdx.x * 16, low, high);
     }
@@ -168,18 +177,19 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     __shared__ FewShared few;
     __shared__ float halves[kHalves][kFewPairs][16];
     list_pairs(few, ids, n.tokens * n.top_k, n.experts);
-    DownFew<T> work({FewColumns{few}, n, act, weights}, halves);
+    const int row = threadIdx.x % 16, token = threadIdx.x / 16, output = blockIdx.x * 16 + row;
+    T* sum = token < n.tokens && output < n.hidden ? out + static_cast<int64_t>(token) * n.hidden + output : nullptr;
+    DownFew<T> work({FewColumns{few}, n, act, weights}, halves, sum);
     stream_alone<T, 1, kSteps>(work, threadIdx.x / kWarp, few.segments * kHalves, kParts, n.width);
     __syncthreads();
-    const int row = threadIdx.x % 16, token = threadIdx.x / 16, output = blockIdx.x * 16 + row;
-    if (token >= n.tokens || output >= n.hidden) return;
+    if (sum == nullptr) return;
     float total = 0.f;
     for (int j = 0; j < n.top_k; ++j) {
         const int pair = token * n.top_k + j;
         const float y = 0.f + halves[0][pair][row] + halves[1][pair][row];
         total = fmaf(shares[pair], to_float(from_float<T>(y)), total);
     }
-    out[static_cast<int64_t>(token) * n.hidden + output] = from_float<T>(total);
+    *sum = from_float<T>(work.before + total);
 }
 
 // A warp has both halves of an item (16 outputs of a segment) one after the other.
@@ -189,15 +199,17 @@ struct DownMany : Down<T, ManyColumns> {
     static constexpr int kTiles = ManyColumns::kTiles;
     T* y;
     int groups;
+    Deal<2> item_of;
     float total[kTiles][4] = {};
 
-    __device__ DownMany(const Base& base, T* to) : Base(base), y(to), groups((base.n.hidden + 15) / 16) {}
+    __device__ DownMany(const Base& base, T* to, const Deal<2>& deal)
+        : Base(base), y(to), groups((base.n.hidden + 15) / 16), item_of(deal) {}
     __device__ __forceinline__ void rows(int unit, const T*& low, const T*& high) {
-        const int item = unit / kHalves;
+        const int item = item_of(unit / kHalves);
         this->rows_of(item / groups, item % groups * 16, low, high);
     }
     __device__ __forceinline__ void columns(int unit, const T* (&from)[kTiles], int& filled) {
-        this->columns_at(unit / kHalves / groups, from, filled);
+        this->columns_at(item_of(unit / kHalves) / groups, from, filled);
     }
     __device__ __forceinline__ void finish(int unit, const float (&sum)[kTiles][4]) {
 #pragma unroll
@@ -206,7 +218,7 @@ struct DownMany : Down<T, ManyColumns> {
             for (int e = 0; e < 4; ++e) total[i][e] = (unit % kHalves == 0 ? 0.f : total[i][e]) + sum[i][e];
         if (unit % kHalves != kHalves - 1) return;
         // Lanes 4 apart hold neighbouring outputs of the same two columns: they swap one column each and store two outputs.
-        const int item = unit / kHalves, segment = item / groups, g = threadIdx.x % kWarp / 4, odd = g % 2;
+        const int item = item_of(unit / kHalves), segment = item / groups, g = threadIdx.x % kWarp / 4, odd = g % 2;
         const int tiles = this->columns_of.tiles(segment);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
@@ -231,11 +243,10 @@ struct DownMany : Down<T, ManyColumns> {
 template <typename T, int kSteps>
 __global__ void __launch_bounds__(kStreamThreads, 2)
     down_many_kernel(T* y, const T* act, const T* weights, const Sorted sorted, const Sizes n) {
-    DownMany<T> work({ManyColumns{sorted}, n, act, weights}, y);
-    const int64_t items = static_cast<int64_t>(__ldcg(sorted.segments)) * ((n.hidden + 15) / 16);
-    const int64_t warp = blockIdx.x * kParts + threadIdx.x / kWarp, warps = gridDim.x * kParts;
-    stream_alone<T, ManyColumns::kTiles, kSteps>(work, static_cast<int>(items * warp / warps) * kHalves,
-                                                 static_cast<int>(items * (warp + 1) / warps) * kHalves, 1, n.width);
+    const int items = __ldcg(sorted.segments) * ((n.hidden + 15) / 16);
+    const Deal<2> deal{static_cast<int>(blockIdx.x * kParts + threadIdx.x / kWarp), static_cast<int>(gridDim.x * kParts), items};
+    DownMany<T> work({ManyColumns{sorted}, n, act, weights}, y, deal);
+    stream_alone<T, ManyColumns::kTiles, kSteps>(work, 0, deal.count() * kHalves, 1, n.width);
 }
 
 // 64 columns a segment. The tile of gate_up has 64 outputs.
@@ -322,7 +333,7 @@ __global__ void __launch_bounds__(ExpertTile<T>::kThreads)
     }
 }
 
-// out[token] = sum_j share_j y[token * k + j], eight columns a thread
+// out[token] += sum_j share_j y[token * k + j], eight columns a thread
 template <typename T>
 __global__ void __launch_bounds__(256) combine_kernel(T* out, const T* y, const float* shares, const Sizes n) {
     grid_dependency_wait();
@@ -331,6 +342,7 @@ __global__ void __launch_bounds__(256) combine_kernel(T* out, const T* y, const 
     const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x, token = at / packs;
     if (token >= n.tokens) return;
     const int64_t column = at % packs * 8;
+    const Vec<T> before = load_vec(out + token * n.hidden + column);
     float total[8] = {};
     for (int j = 0; j < n.top_k; ++j) {
         const int64_t pair = token * n.top_k + j;
@@ -341,7 +353,7 @@ __global__ void __launch_bounds__(256) combine_kernel(T* out, const T* y, const 
     }
     Vec<T> v;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v.v[i] = from_float<T>(total[i]);
+    for (int i = 0; i < 8; ++i) v.v[i] = from_float<T>(to_float(before.v[i]) + total[i]);
     store_vec(out + token * n.hidden + column, v);
 }
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kGenericWarps* kWarp)
     if (threadIdx.x % kWarp == 0) act[pair * width + f] = from_float<T>(silu(a) * b);
 }
 
-// out[token][h] = sum_j weight_j * (down act_j)
+// out[token][h] += sum_j weight_j * (down act_j)
 template <typename T>
 __global__ void __launch_bounds__(kGenericWarps* kWarp)
     generic_down_kernel(T* out, const T* act, const T* down, const int* ids, const float* weights, int top_k, int experts,
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kGenericWarps* kWarp)
         for (int64_t i = threadIdx.x % kWarp; i < width; i += kWarp) y = fmaf(to_float(row[i]), to_float(v[i]), y);
         total = fmaf(weights[pair], warp_sum(y), total);
     }
-    if (threadIdx.x % kWarp == 0) out[token * hidden + h] = from_float<T>(total);
+    if (threadIdx.x % kWarp == 0) out[token * hidden + h] = from_float<T>(to_float(out[token * hidden + h]) + total);
 }
 
 }  // namespace spark

@@ -1,4 +1,5 @@
-// ROUTER_TOPK: softmax over all experts in fp32, the k largest (lowest index on exact ties), renormalized on request.
+// ROUTER_TOPK: softmax over all experts in fp32, the k largest (lowest index on exact ties), renormalized on request. Shared
+// experts follow the routed ones in the table and in a row's choices: always taken, with the sigmoid of one more logit.
 //
 // A warp a token, the logits in registers as integers that sort like the floats. A round finds the largest of what is left with
 // one warp-wide maximum and the lowest index that has it with one minimum (redux): k rounds of about 60 cycles and kItems
@@ -23,13 +24,14 @@ __device__ __forceinline__ float unsorted(uint32_t key) { return __uint_as_float
 
 // kItems logits a lane: expert 32 i + lane.
 template <int kItems>
-__global__ void __launch_bounds__(kTokens* kWarp)
-    router_topk_kernel(float* weights, int* ids, const float* logits, int tokens, int experts, int k, bool renormalize) {
+__global__ void __launch_bounds__(kTokens* kWarp) router_topk_kernel(float* weights, int* ids, const float* logits, int tokens,
+                                                                     int experts, int k, int shared, bool renormalize) {
     grid_dependency_wait();
     grid_dependency_launch();
     const int token = blockIdx.x * kTokens + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (token >= tokens) return;
-    const float* row = logits + static_cast<int64_t>(token) * experts;
+    const float* row = logits + static_cast<int64_t>(token) * (experts + (shared > 0));
+    const float gate = shared > 0 ? sigmoid(row[experts]) : 0.f;
     uint32_t keys[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) keys[i] = i * kWarp + lane < experts ? sortable(row[i * kWarp + lane]) : 0u;
@@ -60,26 +62,29 @@ __global__ void __launch_bounds__(kTokens* kWarp)
         if (renormalize) total += share;
         if (lane == j) mine = share, expert = static_cast<int>(index);
     }
-    if (lane < k) {
-        weights[static_cast<int64_t>(token) * k + lane] = mine / total;
-        ids[static_cast<int64_t>(token) * k + lane] = expert;
+    if (lane < k + shared) {
+        const int64_t at = static_cast<int64_t>(token) * (k + shared) + lane;
+        weights[at] = lane < k ? mine / total : gate;
+        ids[at] = lane < k ? expert : experts + lane - k;
     }
 }
 
 }  // namespace
 
-// (weights[T,k], ids[T,k], logits[T,E], renormalize)
+// (weights[T,k+S], ids[T,k+S], logits[T,E] or with S > 0 [T,E+1], k, renormalize)
 SPARK_LAUNCHER(spark_router_topk) {
     const spark::Args a(args, count);
-    SPARK_CHECK(count == 4 && a.is(0, DType::f32, 2) && a.is(1, DType::i32, 2) && a.is(2, DType::f32, 2));
-    const int64_t tokens = a.dim(0, 0), k = a.dim(0, 1), experts = a.dim(2, 1);
-    SPARK_CHECK(a.dim(1, 0) == tokens && a.dim(1, 1) == k && a.dim(2, 0) == tokens && k <= experts && tokens < (1 << 30));
-    if (tokens == 0 || k == 0) return cudaSuccess;
-    if (k > spark::kWarp || experts > 32 * spark::kWarp) return spark::kUnsupported;
+    SPARK_CHECK(count == 5 && a.is(0, DType::f32, 2) && a.is(1, DType::i32, 2) && a.is(2, DType::f32, 2));
+    const int64_t tokens = a.dim(0, 0), k = a.integer(3), shared = a.dim(0, 1) - k, experts = a.dim(2, 1) - (shared > 0);
+    SPARK_CHECK(a.dim(1, 0) == tokens && a.dim(1, 1) == k + shared && a.dim(2, 0) == tokens && k <= experts && shared >= 0 &&
+                tokens < (1 << 30));
+    if (tokens == 0 || k + shared == 0) return cudaSuccess;
+    if (k + shared > spark::kWarp || experts > 32 * spark::kWarp) return spark::kUnsupported;
     const auto launch = [&](auto kernel) {
         return spark::launch_pdl(kernel, dim3(static_cast<unsigned>((tokens + kTokens - 1) / kTokens)),
                                  dim3(kTokens * spark::kWarp), 0, stream, a.ptr<float>(0), a.ptr<int>(1), a.ptr<float>(2),
-                                 static_cast<int>(tokens), static_cast<int>(experts), static_cast<int>(k), a.integer(3) != 0);
+                                 static_cast<int>(tokens), static_cast<int>(experts), static_cast<int>(k),
+                                 static_cast<int>(shared), a.integer(4) != 0);
     };
     const int64_t items = (experts + spark::kWarp - 1) / spark::kWarp;
     if (items <= 1) return launch(router_topk_kernel<1>);

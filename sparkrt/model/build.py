@@ -15,7 +15,7 @@ from sparkrt.model.config import ModelConfig
 from sparkrt.model.layers.attention import Attention
 from sparkrt.model.layers.gdn import GatedDeltaNet
 from sparkrt.model.layers.layer import DecoderLayer, SubLayer
-from sparkrt.model.layers.mlp import DenseMlp, MixtureOfExperts, SharedExpert
+from sparkrt.model.layers.mlp import DenseMlp, MixtureOfExperts
 from sparkrt.model.model import HybridModel, ModelOptions
 from sparkrt.model.residual import PlainResidual
 from sparkrt.model.source import WeightSource
@@ -157,17 +157,27 @@ class _Builder:
     def _moe(self, p: str) -> MixtureOfExperts:
         c = self.config.moe
         assert c is not None
-        experts = Experts(
-            self.placer.matrix([self._read(f"{p}gate_up")], f"{p}gate_up"),
-            self.placer.matrix([self._read(f"{p}down")], f"{p}down"),
-        )
-        shared = None
-        if c.shared_intermediate_size:
-            mlp = self._mlp(f"{p}shared_gate_proj", f"{p}shared_up_proj", f"{p}shared_down_proj")
-            shared = SharedExpert(mlp, self._linear(f"{p}shared_gate", f"{p}shared_gate"))
-        return MixtureOfExperts(c, self._linear(f"{p}router", f"{p}router"), experts, shared)
+        gate_up, down, router = [self._read(f"{p}gate_up")], [self._read(f"{p}down")], [f"{p}router"]
+        shared = -(-c.shared_intermediate_size // c.intermediate_size)
+        if shared:
+            parts = [self._read(f"{p}shared_{x}_proj") for x in ("gate", "up", "down")]
+            for stack, more in zip((gate_up, down), shared_experts(c.intermediate_size, *parts), strict=True):
+                stack.append(more)
+            router.append(f"{p}shared_gate")
+        experts = Experts(self.placer.matrix(gate_up, f"{p}gate_up"), self.placer.matrix(down, f"{p}down"))
+        return MixtureOfExperts(c, self._linear(f"{p}router", *router), experts, shared)
 
     def state_dims(self) -> tuple[int, int, int, int]:
         """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
         g = self.config.gdn
         return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
+
+
+def shared_experts(width: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A SwiGLU MLP, gate and up [S, H], down [H, S], as experts of `width`: gate_up [n, 2·width, H], down [n, H, width].
+
+    Its result is the sum of theirs. The last is filled up with zeros, which add nothing.
+    """
+    count, missing = -(-len(gate) // width), -len(gate) % width
+    rows = [np.pad(m, ((0, missing), (0, 0))).reshape(count, width, -1) for m in (gate, up, down.T)]
+    return np.concatenate(rows[:2], axis=1), rows[2].swapaxes(1, 2)

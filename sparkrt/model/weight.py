@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from sparkrt.ops.embedding import EMBEDDING
-from sparkrt.ops.linear import LINEAR, LINEAR_INVARIANT
+from sparkrt.ops.linear import ADD_LINEAR, LINEAR, LINEAR_INVARIANT, NORM_LINEAR
 from sparkrt.ops.moe import MOE_EXPERTS
+from sparkrt.ops.norm import ADD, RMS_NORM
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.dtypes import DType
@@ -69,7 +70,7 @@ class WeightPlacer:
         return array
 
     def matrix(self, parts: Sequence[np.ndarray], label: str) -> Weight:
-        """Place [..., N, K] (a matrix, or one per expert); several matrices become one, the rows of one under the other's."""
+        """Place [..., N, K] (a matrix, or one per expert); several become one, the rows (or experts) of one after the other's."""
         if self.packing == "kn" or len(parts) == 1:
             values = np.concatenate(parts) if len(parts) > 1 else parts[0]
             payload = self.array(values.swapaxes(-1, -2) if self.packing == "kn" else values, label, self.dtype)
@@ -141,10 +142,32 @@ class Linear:
         if self.shard_axis == 1:
             ctx.comm.all_reduce(out, ctx.stream)
 
+    def of_norm(self, ctx: ForwardContext, out: DeviceArray, normed: DeviceArray, x: DeviceArray, norm: Norm) -> None:
+        """normed = norm(x), out = normed[T, K] · Wᵀ + b: one kernel for few rows, where nothing needs the rows in between."""
+        if len(self.segments) > 1 or self.delta is not None or self.shard_axis == 1:
+            norm(ctx, normed, x)
+            self(ctx, out, normed)
+            return
+        (segment,) = self.segments
+        weights = (norm.weight, segment.weight.payload, segment.bias)
+        ctx.launch(NORM_LINEAR, out, normed, x, *weights, norm.eps, norm.offset, int(self.batch_invariant))
+
+    def add_to(self, ctx: ForwardContext, residual: DeviceArray, x: DeviceArray) -> None:
+        """residual[T, N] += x · Wᵀ + b. Partial products of several ranks are summed before they are added."""
+        if len(self.segments) > 1 or (self.shard_axis == 1 and ctx.comm.world > 1):
+            delta = ctx.buffer("delta", *residual.shape)
+            self(ctx, delta, x)
+            ctx.launch(ADD, residual, delta)
+            return
+        (segment,) = self.segments
+        ctx.launch(ADD_LINEAR, residual, x, segment.weight.payload, segment.bias, int(self.batch_invariant))
+        if self.delta is not None:
+            self.delta.add(ctx, residual, x)
+
 
 @dataclass(slots=True)
 class Experts:
-    """Routed SwiGLU experts: gate_up [E, 2F, H] (gate rows first), down [E, H, F]."""
+    """SwiGLU experts: gate_up [E, 2F, H] (gate rows first), down [E, H, F]. A call adds to `out`."""
 
     gate_up: Weight
     down: Weight
@@ -189,3 +212,6 @@ class Norm:
     weight: DeviceArray
     eps: float
     offset: float = 0.0
+
+    def __call__(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+        ctx.launch(RMS_NORM, out, x, self.weight, self.eps, self.offset)

@@ -1,5 +1,5 @@
 """Elementwise functions that several operators share (they keep their input's dtype: references use them in float64), and the
-elementwise gates of the MLPs."""
+gate of the MLPs."""
 
 from __future__ import annotations
 
@@ -59,24 +59,5 @@ def swiglu_ref(gate_up: Array) -> Array:
     return y
 
 
-def add_sigmoid_gated(out: Array, x: Array, gate: Array) -> None:
-    """Adds the shared expert, scaled by one sigmoid a token.
-
-    out A [T, H] in/out ← x A [T, H], gate A [T, 1]
-    out += sigmoid(gate) · x
-    parity: T=1 H=256; T=63 H=40; T=0 H=8; T=5 H=17 gate=300
-    bench: T=1 H=256; T=512 H=256
-    """
-    scaled = np.empty_like(x)
-    times_sigmoid(x, gate, scaled)
-    np.add(out, scaled, out)
-
-
 SWIGLU = Operator(swiglu, swiglu_ref, "spark_swiglu", lambda s: (12 * s.T * s.F, 5 * s.T * s.F))
-ADD_SIGMOID_GATED = Operator(
-    add_sigmoid_gated,
-    lambda out, x, gate: out + sigmoid(gate) * x,
-    "spark_add_sigmoid_gated",
-    lambda s: (12 * s.T * s.H, 2 * s.T * s.H),
-)
-OPERATORS = (SWIGLU, ADD_SIGMOID_GATED)
+OPERATORS = (SWIGLU,)

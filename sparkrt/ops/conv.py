@@ -45,13 +45,7 @@ def conv_prefill_reference(
 
 
 def conv_step(out: Array, ring_state: Array, proj: Array, w: Array, slots: Array, positions: Array) -> None:
-    """Causal depthwise convolution and SiLU of one token per row.
-
-    out A [B, C], ring_state A [slots, ring, C] in/out ← proj A [B, N] (columns 0 … C), w A [C, 4], slots, positions i32 [B]
-    out = silu(sum_j w[:, 3-j] · x[t-j]), x in the ring at position mod ring, 0 before position 0
-    parity: B=1 C=64 N=64 ring=4; B=4 C=96 N=128 ring=4 positions=0+1+2+3; B=5 C=64 N=64 ring=7; B=19 C=250 N=253 ring=4
-    bench: B=1 C=1024 N=1024 ring=4; B=16 C=1024 N=1024 ring=4; B=16 C=8192 N=12288 ring=4
-    """
+    """One token per row: out [B, C], ring_state [slots, ring, C] ← proj [B, N], w [C, 4], slots, positions [B]."""
     channels, taps = w.shape
     ring = ring_state.shape[1]
     columns = positions[:, None] - np.arange(taps)  # newest first, as w.T[::-1]
@@ -99,8 +93,7 @@ def conv_prefill(out: Array, ring_state: Array, proj: Array, w: Array, slots: Ar
         ring_state[slot, np.arange(start + hi - lo - kept, start + hi - lo) % ring] = x[len(x) - kept :]
 
 
-CONV_STEP = Operator(conv_step, conv_step_reference, "spark_conv_step", lambda s: (4 * s.C * (s.B * 6 + 4), 8 * s.B * s.C))
 CONV_PREFILL = Operator(
     conv_prefill, conv_prefill_reference, "spark_conv_prefill", lambda s: (4 * s.C * (2 * s.T + 4), 8 * s.T * s.C)
 )
-OPERATORS = (CONV_STEP, CONV_PREFILL)
+OPERATORS = (CONV_PREFILL,)

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from sparkrt.ops.activation import sigmoid, softplus
+from sparkrt.ops.conv import conv_step, conv_step_reference
 from sparkrt.ops.gdn_chunk import CHUNK, L2_EPS, gdn_prefill
+from sparkrt.ops.norm import gated_rms_norm, gated_rms_norm_ref
 from sparkrt.ops.operator import Array, Operator
 
 _TILE = 1 << 18  # bytes of state updated at once; with a scratch of that size it stays in the L2 cache
@@ -56,7 +58,7 @@ def gdn_recurrence(q: Array, k: Array, v: Array, g: Array, beta: Array, state: A
     return o, state
 
 
-def gdn_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> tuple[Array, Array]:
+def delta_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> tuple[Array, Array]:
     """One token a row. Returns (out [B, HV, DV], state)."""
     state = state.copy()
     q, k, v = split_heads(qkv, k_heads, *state.shape[1:])
@@ -65,6 +67,15 @@ def gdn_step_reference(state: Array, qkv: Array, g: Array, beta: Array, slots: A
         row = slice(i, i + 1)
         out[row], state[slot] = gdn_recurrence(q[row], k[row], v[row], g[row], beta[row], state[slot])
     return out, state
+
+
+def gdn_step_reference(*call: Any) -> tuple[Array, Array, Array]:
+    """Returns (out [B, HV·DV], state, ring)."""
+    _, state, ring, proj, conv, a_log, dt_bias, norm, slots, positions, k_heads, eps = call
+    z_col, width = len(conv), state.shape[1] * state.shape[2]
+    qkv, ring = conv_step_reference(ring, proj, conv, slots, positions)
+    out, state = delta_step_reference(state, qkv, *gdn_gates_reference(proj, a_log, dt_bias, z_col + width), slots, k_heads)
+    return gated_rms_norm_ref(out, proj, norm, z_col, eps), state, ring
 
 
 def gdn_prefill_reference(*call: Any) -> tuple[Array, Array, Array | None]:
@@ -101,16 +112,8 @@ def gdn_gates(g: Array, beta: Array, proj: Array, a_log: Array, dt_bias: Array, 
     np.multiply(softplus(proj[:, b_col + heads : b_col + 2 * heads] + dt_bias), -np.exp(a_log), out=g)
 
 
-def gdn_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> None:
-    """One token of the gated delta rule per row, on states held in slots.
-
-    out A [B, HV, DV], state f32 [slots, HV, DV, DK] in/out ← qkv A [B, C], g, beta f32 [B, HV], slots i32 [B], k_heads
-    S ← e^g S;  d = beta (v - S k);  S ← S + d kᵀ;  o = S q;  q, k normalized, q scaled by DK^-½
-    Rows in the last slot, the dummy, may be skipped: their output is finite and their state anything finite.
-    parity: B=1 HK=2 HV=4 DK=128 DV=128; B=5 HK=2 HV=6 DK=48 DV=40; B=3 HK=1 HV=1 DK=128 DV=128 decay=100;
-    B=2 HK=8 HV=8 DK=128 DV=128; B=33 HK=4 HV=16 DK=128 DV=128
-    bench: B=1 HK=2 HV=4 DK=128 DV=128; B=16 HK=2 HV=4 DK=128 DV=128; B=8 HK=16 HV=32 DK=128 DV=128
-    """
+def delta_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots: Array, k_heads: int) -> None:
+    """One token of the rule per row: out [B, HV, DV], state [slots, HV, DV, DK] ← qkv [B, C], g, beta [B, HV], slots [B]."""
     # A row's state is read once, S [q k], and updated once; nothing is gathered and no row's result depends on another row.
     # The norms of q and k go into the coefficients, q and k themselves stay as they are:
     # d = beta (v - e^g S k/|k|),  o = e^g S q/|q| + (q·k)/(|q||k|) d,  S ← e^g S + d/|k| kᵀ
@@ -154,6 +157,47 @@ def gdn_step(out: Array, state: Array, qkv: Array, g: Array, beta: Array, slots:
             tile += part
 
 
+def gdn_step(
+    out: Array,
+    state: Array,
+    ring: Array,
+    proj: Array,
+    conv: Array,
+    a_log: Array,
+    dt_bias: Array,
+    norm: Array,
+    slots: Array,
+    positions: Array,
+    k_heads: int,
+    eps: float,
+) -> None:
+    """One token per row, from the layer's projection to what its output projection takes, on states held in slots.
+
+    out A [B, HV·DV], state f32 [slots, HV, DV, DK] in/out, ring A [slots, R, C] in/out ← proj A [B, N] (q|k|v|z|b|a),
+    conv A [C, 4], a_log, dt_bias f32 [HV], norm f32 [DV], slots, positions i32 [B], k_heads, eps
+    q|k|v convolved at `positions` as by CONV_PREFILL; g, beta as by GDN_GATES; S ← e^g S;  d = beta (v - S k);  S ← S + d kᵀ;
+    o = S q, with q, k normalized and q scaled by DK^-½;  out = rms_norm(o, norm, eps) · silu(z)
+    Rows in the last slot, the dummy, may be skipped: their output is finite and their state anything finite.
+    parity: B=1 HK=2 HV=4 DK=128 DV=128 R=4; B=5 HK=2 HV=6 DK=48 DV=40 R=7; B=3 HK=1 HV=1 DK=128 DV=128 R=4 decay=100;
+    B=2 HK=8 HV=8 DK=128 DV=128 R=5; B=33 HK=4 HV=16 DK=128 DV=128 R=4; B=4 HK=2 HV=4 DK=128 DV=64 R=4 positions=0+1+2+3;
+    B=2 HK=1 HV=3 DK=20 DV=9 R=4
+    bench: B=1 HK=2 HV=4 DK=128 DV=128 R=4; B=16 HK=2 HV=4 DK=128 DV=128 R=4; B=8 HK=16 HV=32 DK=128 DV=128 R=4
+    """
+    heads, v_dim = state.shape[1:3]
+    rows, z_col = len(out), len(conv)
+    qkv, o = np.empty((rows, z_col), proj.dtype), np.empty((rows, heads, v_dim), proj.dtype)
+    g, beta = np.empty((2, rows, heads), np.float32)
+    conv_step(qkv, ring, proj, conv, slots, positions)
+    gdn_gates(g, beta, proj, a_log, dt_bias, z_col + heads * v_dim)
+    delta_step(o, state, qkv, g, beta, slots, k_heads)
+    gated_rms_norm(out, o, proj, norm, z_col, eps)
+
+
+def _step_work(s: Any) -> tuple[float, float]:
+    values, keys = s.HV * s.DV, 2 * s.HK * s.DK
+    return 4 * s.B * (2 * values * s.DK + 3 * values + 5 * (keys + values)), 8 * s.B * values * s.DK
+
+
 def _prefill_work(s: Any) -> tuple[float, float]:
     per_value_head = 6 * s.DK * s.DV + 4 * CHUNK * s.DV + CHUNK * CHUNK
     traffic = 8 * s.T * (s.HK * s.DK + s.HV * s.DV) + 8 * s.S * s.HV * s.DV * s.DK
@@ -161,8 +205,6 @@ def _prefill_work(s: Any) -> tuple[float, float]:
 
 
 GDN_GATES = Operator(gdn_gates, gdn_gates_reference, "spark_gdn_gates", lambda s: (16 * s.T * s.HV, 0))
-GDN_STEP = Operator(
-    gdn_step, gdn_step_reference, "spark_gdn_step", lambda s: (8 * s.B * s.HV * s.DV * (s.DK + 1), 8 * s.B * s.HV * s.DV * s.DK)
-)
+GDN_STEP = Operator(gdn_step, gdn_step_reference, "spark_gdn_step", _step_work)
 GDN_PREFILL = Operator(gdn_prefill, gdn_prefill_reference, "spark_gdn_prefill", _prefill_work)
 OPERATORS = (GDN_GATES, GDN_STEP, GDN_PREFILL)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sparkrt.ops.norm import rms_norm, rms_norm_ref
 from sparkrt.ops.operator import Array, Operator
 
 _SMALL_PATH = 1_000_000  # largest M·N·K of OpenBLAS's small-matrix path
@@ -64,6 +65,49 @@ def linear_invariant(out: Array, x: Array, w: Array, bias: Array | None) -> None
     out[...] = result[:rows]
 
 
+def add_linear_ref(residual: Array, x: Array, w: Array, bias: Array | None, invariant: int) -> Array:
+    y: Array = residual + linear_ref(x, w, bias)
+    return y
+
+
+def add_linear(residual: Array, x: Array, w: Array, bias: Array | None, invariant: int) -> None:
+    """Projection added to the residual, with one rounding.
+
+    residual A [T, N] in/out ← x A [T, K], w A [N, K] (host: [K, N]), bias A [N] or none, invariant
+    residual += x · wᵀ + bias, as LINEAR or (if invariant) as LINEAR_INVARIANT
+    parity: T=1 N=256 K=64; T=2 N=8 K=256 bias; T=8 N=96 K=584; T=0 N=16 K=8; T=3 N=33 K=100; T=32 N=500 K=128; T=33 N=72 K=2048;
+    T=33 N=500 K=128 bias; T=150 N=264 K=520; T=7 N=40 K=256 invariant; T=65 N=136 K=640 invariant; T=150 N=264 K=520 invariant
+    bench: T=1 N=256 K=512; T=16 N=256 K=512; T=512 N=256 K=512
+    """
+    delta = np.empty(residual.shape, residual.dtype)
+    (linear_invariant if invariant else linear)(delta, x, w, bias)
+    np.add(residual, delta, residual)
+
+
+def norm_linear_ref(
+    x: Array, norm: Array, w: Array, bias: Array | None, eps: float, offset: float, invariant: int
+) -> tuple[Array, Array]:
+    normed = rms_norm_ref(x, norm, eps, offset)
+    return linear_ref(normed, w, bias), normed
+
+
+def norm_linear(
+    out: Array, normed: Array, x: Array, norm: Array, w: Array, bias: Array | None, eps: float, offset: float, invariant: int
+) -> None:
+    """Projection of the residual's norm, which is kept, too.
+
+    out A [T, N], normed A [T, K] ← x A [T, K], norm f32 [K], w A [N, K] (host: [K, N]), bias A [N] or none, eps, offset,
+    invariant
+    normed = rms_norm(x, norm, eps, offset); out = normed · wᵀ + bias, as LINEAR or (if invariant) as LINEAR_INVARIANT
+    parity: T=1 N=256 K=64 offset=1; T=2 N=8 K=256 bias; T=8 N=1032 K=584 offset=1; T=0 N=16 K=8; T=3 N=33 K=100;
+    T=5 N=257 K=2048; T=9 N=200 K=256 offset=1; T=33 N=72 K=2048; T=7 N=40 K=256 invariant; T=65 N=136 K=640 invariant offset=1;
+    T=4 N=24 K=2568
+    bench: T=1 N=1544 K=256 offset=1; T=16 N=1544 K=256 offset=1; T=512 N=1544 K=256 offset=1
+    """
+    rms_norm(normed, x, norm, eps, offset)
+    (linear_invariant if invariant else linear)(out, normed, w, bias)
+
+
 def _product(out: Array, x: Array, w: Array, bias: Array | None, width: int) -> None:
     """out = x · w + bias, `width` columns at a time; a single column by dot products."""
     if w.shape[1] == 1:
@@ -81,4 +125,18 @@ def _work(s: Any) -> tuple[float, float]:
 
 LINEAR = Operator(linear, linear_ref, "spark_linear", _work, host_kn=(2,))
 LINEAR_INVARIANT = Operator(linear_invariant, linear_ref, "spark_linear_invariant", _work, host_kn=(2,))
-OPERATORS = (LINEAR, LINEAR_INVARIANT)
+ADD_LINEAR = Operator(
+    add_linear,
+    add_linear_ref,
+    "spark_add_linear",
+    lambda s: (4 * (s.N * s.K + s.T * (s.K + 2 * s.N)), 2 * s.T * s.N * s.K),
+    host_kn=(2,),
+)
+NORM_LINEAR = Operator(
+    norm_linear,
+    norm_linear_ref,
+    "spark_norm_linear",
+    lambda s: (4 * (s.N * s.K + s.K + s.T * (2 * s.K + s.N)), 2 * s.T * s.N * s.K),
+    host_kn=(4,),
+)
+OPERATORS = (LINEAR, LINEAR_INVARIANT, ADD_LINEAR, NORM_LINEAR)

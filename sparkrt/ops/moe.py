@@ -1,5 +1,7 @@
 """Mixture of experts: the router's choice and the experts, grouped by expert.
 
+A shared expert is one more expert (or several, if it is wider) that every token chooses, with the sigmoid of one more logit.
+
 The host function takes each expert's matrices input-major, gate_up [E, H, 2F] and down [E, F, H]: with few rows BLAS is faster.
 """
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.ops.activation import silu
+from sparkrt.ops.activation import sigmoid, silu
 from sparkrt.ops.operator import Array, Operator
 
 _SEGMENT = 32  # pairs of one expert that a kernel takes at a time, at least
@@ -26,17 +28,24 @@ def workspace_words(tokens: int, top_k: int, experts: int, hidden: int, width: i
     return sum(-(-part // 256) * 64 for part in parts)
 
 
-def router_topk_reference(weights: Array, ids: Array, logits: Array, renormalize: int) -> tuple[Array, Array]:
+def router_topk_reference(weights: Array, ids: Array, logits: Array, top: int, renormalize: int) -> tuple[Array, Array]:
     """See `router_topk`; of the outputs only the width is read."""
+    shared = ids.shape[1] - top
+    gates, logits = (logits[:, -1:], logits[:, :-1]) if shared else (logits[:, :0], logits)
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
-    best = np.argsort(-logits, axis=1, kind="stable")[:, : ids.shape[1]]
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :top]
     shares = np.take_along_axis(p, best, 1)
-    return shares / shares.sum(1, keepdims=True) if renormalize else shares, best.astype(np.int32)
+    if renormalize:
+        shares = shares / shares.sum(1, keepdims=True)
+    always = np.broadcast_to(np.arange(shared) + p.shape[1], (len(p), shared))
+    return np.hstack([shares, np.repeat(sigmoid(gates), shared, 1)]), np.hstack([best, always]).astype(np.int32)
 
 
-def experts_reference(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None) -> Array:
-    out = np.zeros_like(x)
+def experts_reference(
+    out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
+) -> Array:
+    out = out.copy()
     for token, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
         for expert, share in zip(experts, shares, strict=True):
             gate, up = np.split(gate_up[expert] @ x[token], 2)
@@ -44,35 +53,41 @@ def experts_reference(x: Array, gate_up: Array, down: Array, ids: Array, weights
     return out
 
 
-def router_topk(weights: Array, ids: Array, logits: Array, renormalize: int) -> None:
+def router_topk(weights: Array, ids: Array, logits: Array, top: int, renormalize: int) -> None:
     """Which experts a token goes to, and with what share.
 
-    weights f32 [T, top], ids i32 [T, top] ← logits f32 [T, E], renormalize
-    p = softmax(logits) over all experts; the `top` largest, lowest index on exact ties; divided by their sum if renormalize
-    parity: T=1 E=8 top=2 renormalize; T=65 E=32 top=4; T=64 E=16 top=4 renormalize ties; T=5 E=512 top=10 renormalize
+    weights f32 [T, top + shared], ids i32 [T, top + shared] ← logits f32 [T, E + 1 if there are shared ones], top, renormalize
+    p = softmax(logits) over E experts; the `top` largest, lowest index on exact ties; divided by their sum if renormalize;
+    then, if there are any, the shared experts E, E+1 …, each with sigmoid(logits[E])
+    parity: T=1 E=8 top=2 renormalize; T=65 E=32 top=4; T=64 E=16 top=4 renormalize ties; T=5 E=512 top=10 renormalize;
+    T=7 E=256 top=8 renormalize shared=1; T=3 E=40 top=4 shared=3
     bench: T=16 E=8 top=2 renormalize; T=512 E=256 top=8 renormalize
     """
+    if ids.shape[1] > top:
+        weights[:, top:] = sigmoid(logits[:, -1:])
+        ids[:, top:] = np.arange(logits.shape[1] - 1, logits.shape[1] - 1 + ids.shape[1] - top)
+        weights, logits = weights[:, :top], logits[:, :-1]
     left = logits.copy()  # `top` rounds of argmax, which takes the lowest of equals
     rows = np.arange(len(logits))
-    for j in range(ids.shape[1]):
+    for j in range(top):
         best = left.argmax(1)
         ids[:, j] = best
         weights[:, j] = logits[rows, best]
         left[rows, best] = -np.inf
-    top = weights[:, :1].copy()
-    np.exp(weights - top, out=weights)
-    total = weights if renormalize else np.exp(logits - top)
+    largest = weights[:, :1].copy()
+    np.exp(weights - largest, out=weights)
+    total = weights if renormalize else np.exp(logits - largest)
     weights /= np.add.reduce(total, 1, keepdims=True)
 
 
 def moe_experts(
     out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
 ) -> None:
-    """The routed experts of each token, weighted and summed.
+    """Adds the chosen experts of each token, weighted, to the residual.
 
-    out A [T, H] ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top], weights f32 [T, top],
-    workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
-    out = sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
+    out A [T, H] in/out ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top],
+    weights f32 [T, top], workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
+    out += sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
     parity: T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
     T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12
     bench: T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64
@@ -90,7 +105,7 @@ def moe_experts(
         hidden *= wide[:, wide.shape[1] // 2 :]
         for row, part, expert in zip(hidden, parts, experts, strict=True):
             np.matmul(row, down[expert], out=part)
-        np.matmul(weights, parts, out=out)
+        out += weights @ parts
         return
     chosen = ids.reshape(-1)
     n = chosen.size
@@ -115,12 +130,12 @@ def moe_experts(
     parts = np.empty((n, x.shape[1]), x.dtype)
     parts[order] = rows[:n]
     parts *= weights.reshape(n, 1)
-    np.add.reduce(parts.reshape(tokens, k, -1), axis=1, out=out)
+    out += np.add.reduce(parts.reshape(tokens, k, -1), axis=1)
 
 
 def _work(s: Any) -> tuple[float, float]:
     distinct = s.E * (1 - (1 - s.top / s.E) ** s.T)  # experts that spread routing touches
-    return 12 * distinct * s.H * s.F + 8 * s.T * s.H, 6 * s.T * s.top * s.H * s.F
+    return 12 * distinct * s.H * s.F + 12 * s.T * s.H, 6 * s.T * s.top * s.H * s.F
 
 
 ROUTER_TOPK = Operator(

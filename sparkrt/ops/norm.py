@@ -1,4 +1,4 @@
-"""RMS norms: plain and zero-centred (weight offset 1), fused with the residual add, and gated."""
+"""RMS norms: plain and zero-centred (weight offset 1), and gated; and the residual add."""
 
 from __future__ import annotations
 
@@ -34,22 +34,6 @@ def rms_scale(out: Array, x: Array, eps: float) -> None:
     np.divide(x, square[..., None], out)
 
 
-def add_rms_norm(out: Array, residual: Array, delta: Array, w: Array, eps: float, offset: float) -> None:
-    """Adds a layer's delta to the residual and norms the sum.
-
-    out A [T, H], residual A [T, H] in/out ← delta A [T, H], w f32 [H], eps, offset
-    residual += delta; out = rms_norm(residual, w, eps, offset)
-    parity: T=1 H=256 offset=1; T=64 H=96; T=0 H=16 offset=1
-    bench: T=1 H=256 offset=1; T=512 H=256 offset=1; T=4096 H=2048 offset=1
-    """
-    np.add(residual, delta, residual)
-    rms_norm(out, residual, w, eps, offset)
-
-
-def add_rms_norm_ref(residual: Array, delta: Array, w: Array, eps: float, offset: float) -> tuple[Array, Array]:
-    return rms_norm_ref(residual + delta, w, eps, offset), residual + delta
-
-
 def add(residual: Array, delta: Array) -> None:
     """Adds a layer's delta to the residual.
 
@@ -80,7 +64,6 @@ def gated_rms_norm_ref(x: Array, proj: Array, w: Array, z_col: int, eps: float) 
 
 
 RMS_NORM = Operator(rms_norm, rms_norm_ref, "spark_rms_norm", lambda s: (8 * s.T * s.H, 0))
-ADD_RMS_NORM = Operator(add_rms_norm, add_rms_norm_ref, "spark_add_rms_norm", lambda s: (16 * s.T * s.H, 0))
 ADD = Operator(add, lambda residual, delta: residual + delta, "spark_add", lambda s: (12 * s.T * s.H, 0))
 GATED_RMS_NORM = Operator(gated_rms_norm, gated_rms_norm_ref, "spark_gated_rms_norm", lambda s: (12 * s.T * s.HV * s.DV, 0))
-OPERATORS = (RMS_NORM, ADD_RMS_NORM, ADD, GATED_RMS_NORM)
+OPERATORS = (RMS_NORM, ADD, GATED_RMS_NORM)

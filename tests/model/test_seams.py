@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sparkrt.model.batch import ForwardBatch, PrefillSlice
+from sparkrt.model.build import shared_experts
 from sparkrt.model.context import ForwardContext
 from sparkrt.model.layers.layer import DecoderLayer
 from sparkrt.model.layers.mlp import MixtureOfExperts
@@ -17,7 +18,8 @@ from sparkrt.model.plan import StepPlan
 from sparkrt.model.residual import PlainResidual
 from sparkrt.model.sequence import SequenceState
 from sparkrt.model.weight import Linear, Norm, Segment, Weight
-from sparkrt.ops.norm import ADD, RMS_NORM
+from sparkrt.ops.activation import silu
+from sparkrt.ops.norm import ADD
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import Stream
 from sparkrt.runtime.comm import SoloComm
@@ -38,24 +40,37 @@ def fresh(open_bench: Callable[..., Bench]) -> Bench:
     return open_bench()
 
 
-class EagerResidual(PlainResidual):
-    """Adds at once and norms on its own, as a highway of several streams would have to."""
+class DetachedResidual(PlainResidual):
+    """Norms on its own and gathers each result apart before it adds it, as a highway of several streams would have to."""
 
-    def read(self, ctx: ForwardContext, norm: Norm, out: DeviceArray) -> None:
-        assert self._stream is not None
-        ctx.launch(RMS_NORM, out, self._stream, norm.weight, norm.eps, norm.offset)
+    _result: DeviceArray | None = None
 
-    def write(self, ctx: ForwardContext, delta: DeviceArray) -> None:
-        ctx.launch(ADD, self._stream, delta)
+    def _settle(self, ctx: ForwardContext) -> None:
+        if self._result is not None:
+            ctx.launch(ADD, super().target(ctx), self._result)
+        self._result = None
+
+    def project(self, ctx: ForwardContext, norm: Norm, linear: Linear, out: DeviceArray, normed: DeviceArray) -> None:
+        self.head(ctx, norm, normed)
+        linear(ctx, out, normed)
+
+    def target(self, ctx: ForwardContext) -> DeviceArray:
+        self._result = result = ctx.buffer("delta", ctx.tokens, ctx.hidden_size)
+        ctx.backend.memset(result.ptr, 0, result.nbytes, ctx.stream)
+        return result
+
+    def head(self, ctx: ForwardContext, norm: Norm, out: DeviceArray) -> None:
+        self._settle(ctx)
+        norm(ctx, out, super().target(ctx))
 
 
 def test_another_residual(fresh: Bench) -> None:
     expected = fresh.answer(PROMPT, 8)
     fresh.model._graphs.close(fresh.model._ctx)  # what was captured went through the old one
-    rebuild(fresh, residual=EagerResidual())
+    rebuild(fresh, residual=DetachedResidual())
     with fresh.backend.count() as traffic:
         assert fresh.answer(PROMPT, 8) == expected
-    assert traffic.launched("add_rms_norm") == 0
+    assert traffic.launched("norm_linear") == 0
     assert traffic.launched("add") > 0
 
 
@@ -99,15 +114,15 @@ def test_every_projection_router_and_expert_matrix_has_a_delta_slot(open_bench: 
     expected = bench.answer(PROMPT, 6)
     layers = bench.model._decoder.layers
     slots = [slot for layer in layers for slot in slots_with_deltas(layer)]
-    # 3 gdn layers of 2 projections, 1 attention layer of 2, 4 MoE layers of router, experts, shared gate, gate_up, down
-    assert len(slots) == 3 * 2 + 2 + 4 * 5
+    # 3 gdn layers of 2 projections, 1 attention layer of 2, 4 MoE layers of router and experts, the shared one among them
+    assert len(slots) == 3 * 2 + 2 + 4 * 2
     for slot in slots:
         slot.delta = RecordingDelta()
     assert bench.answer(PROMPT, 6) == expected
     assert all(slot.delta.inputs and np.isfinite(slot.delta.inputs[0]).all() for slot in slots)
     for slot in slots_with_deltas(layers[0]):
         slot.delta = None
-    target = layers[0].mixer.out if kind == "mixer" else layers[0].mlp.shared.mlp.down
+    target = layers[0].mixer.out if kind == "mixer" else layers[0].mlp.experts
     target.delta = ShiftingDelta()
     assert bench.answer(PROMPT, 6) != expected
 
@@ -204,19 +219,21 @@ def test_auxiliary_state_travels_with_snapshots(fresh: Bench) -> None:
 
 
 def test_input_sharded_projections_are_summed_over_the_ranks(open_bench: Callable[..., Bench]) -> None:
-    """Each layer's two projections back to the residual, and the shared expert's: a world of one has nothing to add."""
+    """Each mixer's projection back to the residual, before it is added to it; a world of one has nothing to sum."""
     bench = open_bench(enforce_eager=True)
     expected = bench.answer(PROMPT, 3)
     calls: list[tuple[int, ...]] = []
 
     class Recording(SoloComm):
+        world = 2
+
         def all_reduce(self, array: DeviceArray, stream: Stream) -> None:
             calls.append(array.shape)
 
     bench.model._ctx.comm = Recording(bench.backend)
     assert bench.answer(PROMPT, 3) == expected
     hidden = bench.model.config.hidden_size
-    assert calls == [(len(PROMPT), hidden)] * 8 + [(1, hidden)] * 16
+    assert calls == [(len(PROMPT), hidden)] * 4 + [(1, hidden)] * 8
 
 
 def test_results_carry_logits_and_hidden_states_of_the_sampled_rows(fresh: Bench) -> None:
@@ -233,3 +250,15 @@ def test_results_carry_logits_and_hidden_states_of_the_sampled_rows(fresh: Bench
     assert int(result.logits.view[0].argmax()) == result.tokens[0]
     assert isinstance(model._decoder.layers[0].mlp, MixtureOfExperts)
     model.release(seq)
+
+
+@pytest.mark.parametrize("shared", [12, 8, 5, 20])
+def test_a_shared_expert_of_any_width_is_a_sum_of_experts(shared: int) -> None:
+    rng = np.random.default_rng(shared)
+    gate, up, down, x = (rng.standard_normal(shape) for shape in ((shared, 6), (shared, 6), (6, shared), (3, 6)))
+    stacked, back = shared_experts(8, gate, up, down)
+    assert stacked.shape == (-(-shared // 8), 16, 6)
+    out = np.zeros_like(x)
+    for rows, columns in zip(stacked, back, strict=True):
+        out += (silu(x @ rows[:8].T) * (x @ rows[8:].T)) @ columns.T
+    np.testing.assert_allclose(out, (silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-12)

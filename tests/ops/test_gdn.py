@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkrt.ops.gdn import gdn_gates, gdn_recurrence, gdn_step, split_heads
+from sparkrt.ops.gdn import delta_step, gdn_gates, gdn_recurrence, split_heads
 from sparkrt.ops.gdn_chunk import gdn_prefill, unit_lower_inverse
 
 HK, HV, DK, DV = 1, 2, 16, 24
@@ -48,7 +48,7 @@ class Sequence:
         out = np.full((len(self), HV, DV), np.nan, np.float32)
         for t in range(len(self)):
             row = slice(t, t + 1)
-            gdn_step(out[row], state, self.qkv[row], self.g[row], self.beta[row], i32(slot), HK)
+            delta_step(out[row], state, self.qkv[row], self.g[row], self.beta[row], i32(slot), HK)
         return out
 
     def exact(self, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -253,7 +253,7 @@ def test_a_step_row_does_not_depend_on_its_neighbours(rows: int) -> None:
     want = [seq.part(r, r + 1).step(alone, 8 - r)[0] for r in range(rows)]
     order = np.random.default_rng(16).permutation(rows)
     out = np.empty((rows, HV, DV), np.float32)
-    gdn_step(out, together, seq.qkv[order], seq.g[order], seq.beta[order], (8 - order).astype(np.int32), HK)
+    delta_step(out, together, seq.qkv[order], seq.g[order], seq.beta[order], (8 - order).astype(np.int32), HK)
     for i, r in enumerate(order):
         assert np.array_equal(out[i], want[r])
     assert np.array_equal(together, alone)
@@ -269,7 +269,7 @@ def test_large_states_are_updated_tile_by_tile() -> None:
     q, k, v = split_heads(qkv, heads, heads, 128, 128)
     want = [gdn_recurrence(q[r][None], k[r][None], v[r][None], g[r][None], beta[r][None], state[r]) for r in range(batch)]
     out = np.empty((batch, heads, 128), np.float32)
-    gdn_step(out, state, qkv, g, beta, np.arange(batch, dtype=np.int32), heads)
+    delta_step(out, state, qkv, g, beta, np.arange(batch, dtype=np.int32), heads)
     for r, (o, final) in enumerate(want):
         assert error(out[r], o[0]) < 1e-5
         assert error(state[r], final) < 1e-5

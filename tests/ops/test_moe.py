@@ -12,13 +12,13 @@ from sparkrt.ops.moe import experts_reference, moe_experts, router_topk
 
 def route(logits: np.ndarray, k: int, renormalize: int = 1) -> tuple[np.ndarray, np.ndarray]:
     weights, ids = np.full((len(logits), k), np.nan, np.float32), np.full((len(logits), k), -1, np.int32)
-    router_topk(weights, ids, logits, renormalize)
+    router_topk(weights, ids, logits, k, renormalize)
     return weights, ids
 
 
 def run(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """With checkpoint-shaped weights: packs them as the host takes them."""
-    out = np.full_like(x, np.nan)
+    out = np.zeros_like(x)
     kn = [np.ascontiguousarray(w.swapaxes(1, 2)) for w in (gate_up, down)]
     moe_experts(out, x, *kn, ids, weights)
     return out
@@ -57,7 +57,9 @@ def test_experts_equal_the_dense_loop(seed: int, tokens: int, count: int, k: int
     gate_up, down = experts(rng, count, 20, 12)
     x = rng.standard_normal((tokens, 20), np.float32)
     weights, ids = route(rng.standard_normal((tokens, count), np.float32), k)
-    want = experts_reference(*(a.astype(np.float64) for a in (x, gate_up, down)), ids, weights.astype(np.float64))
+    want = experts_reference(
+        *(a.astype(np.float64) for a in (np.zeros_like(x), x, gate_up, down)), ids, weights.astype(np.float64)
+    )
     np.testing.assert_allclose(run(x, gate_up, down, ids, weights), want, rtol=1e-4, atol=1e-4)
 
 

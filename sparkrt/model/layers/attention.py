@@ -12,7 +12,8 @@ from sparkrt.ops.qkv import QK_NORM_ROPE_APPEND
 if TYPE_CHECKING:
     from sparkrt.model.config import AttentionConfig
     from sparkrt.model.context import ForwardContext, Reservation
-    from sparkrt.model.weight import Linear
+    from sparkrt.model.residual import Residual
+    from sparkrt.model.weight import Linear, Norm
     from sparkrt.runtime.array import DeviceArray
 
 CAUSAL = 0
@@ -46,13 +47,13 @@ class Attention:
         if self.qkv.on_device:
             reservation.elements("attention_workspace", reservation.sequences * self._words, F32, zeroed=True)
 
-    def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+    def forward(self, ctx: ForwardContext, residual: Residual, norm: Norm) -> None:
         c, plan, tokens, decode = self.config, ctx.plan, ctx.tokens, ctx.shape.decode
         proj = ctx.buffer("proj", tokens, self.qkv.out_features)
         q = ctx.buffer("q", tokens, c.num_heads, c.head_dim)
         mixed = ctx.buffer("mixed", tokens, c.num_heads, c.head_dim)
         k_pool, v_pool = ctx.kv.k(self.layer), ctx.kv.v(self.layer)
-        self.qkv(ctx, proj, x)
+        residual.project(ctx, norm, self.qkv, proj, ctx.buffer("normed", tokens, ctx.hidden_size))
         ctx.launch(
             QK_NORM_ROPE_APPEND,
             *(q, k_pool, v_pool),
@@ -77,4 +78,4 @@ class Attention:
             )
         if c.gated:
             ctx.launch(SIGMOID_GATE, mixed, proj)
-        self.out(ctx, out, mixed.reshape(tokens, c.num_heads * c.head_dim))
+        self.out.add_to(ctx, residual.target(ctx), mixed.reshape(tokens, c.num_heads * c.head_dim))

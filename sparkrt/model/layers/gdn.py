@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparkrt.model.context import F32
-from sparkrt.ops.conv import CONV_PREFILL, CONV_STEP
+from sparkrt.ops.conv import CONV_PREFILL
 from sparkrt.ops.gdn import GDN_GATES, GDN_PREFILL, GDN_STEP, workspace_words
 from sparkrt.ops.norm import GATED_RMS_NORM
 from sparkrt.runtime.dtypes import uint32
@@ -14,7 +14,8 @@ from sparkrt.runtime.dtypes import uint32
 if TYPE_CHECKING:
     from sparkrt.model.config import GdnConfig
     from sparkrt.model.context import ForwardContext, Reservation
-    from sparkrt.model.weight import Linear
+    from sparkrt.model.residual import Residual
+    from sparkrt.model.weight import Linear, Norm
     from sparkrt.runtime.array import DeviceArray
 
 
@@ -44,41 +45,41 @@ class GatedDeltaNet:
             words = workspace_words(reservation.tokens, reservation.sequences, c.num_v_heads)
             reservation.elements("gdn_workspace", words, uint32)
 
-    def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None:
+    def forward(self, ctx: ForwardContext, residual: Residual, norm: Norm) -> None:
         c, plan, tokens, decode = self.config, ctx.plan, ctx.tokens, ctx.shape.decode
-        z_col, b_col = c.conv_channels, c.conv_channels + c.value_size
-        proj = ctx.buffer("proj", tokens, self.in_proj.out_features)
-        qkv = ctx.buffer("conv", tokens, c.conv_channels)
-        g, beta = ctx.buffer("decay", tokens, c.num_v_heads), ctx.buffer("beta", tokens, c.num_v_heads)
-        mixed = ctx.buffer("mixed", tokens, c.num_v_heads, c.v_dim)
-        state, ring = ctx.states.state(self.layer), ctx.states.ring(self.layer)
-        self.in_proj(ctx, proj, x)
-        ctx.launch(GDN_GATES, g, beta, proj, self.a_log, self.dt_bias, b_col)
+        proj, gated = ctx.buffer("proj", tokens, self.in_proj.out_features), ctx.buffer("gated", tokens, c.value_size)
+        residual.project(ctx, norm, self.in_proj, proj, ctx.buffer("normed", tokens, ctx.hidden_size))
         if decode:
-            slots, positions = plan["decode_slots"].rows(0, decode), plan["positions"].rows(0, decode)
-            qkv_d = qkv.rows(0, decode)
-            ctx.launch(CONV_STEP, qkv_d, ring, proj.rows(0, decode), self.conv, slots, positions)
+            rows, slots, positions = (a.rows(0, decode) for a in (proj, plan["decode_slots"], plan["positions"]))
+            live = ctx.states.dummy_slot + 1  # the last is the one that padding rows have, and that costs nothing
+            state, ring = ctx.states.state(self.layer).rows(0, live), ctx.states.ring(self.layer).rows(0, live)
             ctx.launch(
                 GDN_STEP,
-                *(mixed.rows(0, decode), state, qkv_d, g.rows(0, decode), beta.rows(0, decode), slots, c.num_k_heads),
+                *(gated.rows(0, decode), state, ring, rows, self.conv),
+                *(self.a_log, self.dt_bias, self.norm, slots, positions, c.num_k_heads, self.eps),
             )
         if ctx.shape.prefill:
-            n = ctx.shape.slices
-            slots, starts = plan["prefill_slots"].rows(0, n), plan["prefill_starts"].rows(0, n)
-            cu = plan["prefill_cu"].rows(0, n + 1)
-            qkv_p = qkv.rows(decode, tokens)
-            ctx.launch(CONV_PREFILL, qkv_p, ring, proj.rows(decode, tokens), self.conv, slots, cu, starts)
-            kept = state.rows(*ctx.states.spare_rows) if ctx.shape.snapshots else None
-            ctx.launch(
-                GDN_PREFILL,
-                *(mixed.rows(decode, tokens), state, kept, qkv_p, g.rows(decode, tokens), beta.rows(decode, tokens)),
-                *(slots, cu, starts, kept and plan["snap_rows"], c.num_k_heads, self._workspace(ctx, ctx.shape.prefill, n)),
-            )
-            for row, slot in ctx.shape.snapshots:
-                self._keep_ring(ctx, ring.rows(slot, slot + 1), proj, row)
-        gated = ctx.buffer("gated", tokens, c.value_size)
-        ctx.launch(GATED_RMS_NORM, gated, mixed, proj, self.norm, z_col, self.eps)
-        self.out(ctx, out, gated)
+            self._prefill(ctx, gated, proj)
+        self.out.add_to(ctx, residual.target(ctx), gated)
+
+    def _prefill(self, ctx: ForwardContext, gated: DeviceArray, proj: DeviceArray) -> None:
+        c, plan, tokens, n = self.config, ctx.plan, ctx.shape.prefill, ctx.shape.slices
+        gated, rows = (a.rows(ctx.shape.decode, ctx.tokens) for a in (gated, proj))
+        state, ring = ctx.states.state(self.layer), ctx.states.ring(self.layer)
+        qkv, mixed = ctx.buffer("conv", tokens, c.conv_channels), ctx.buffer("mixed", tokens, c.num_v_heads, c.v_dim)
+        g, beta = ctx.buffer("decay", tokens, c.num_v_heads), ctx.buffer("beta", tokens, c.num_v_heads)
+        slots, starts, cu = plan["prefill_slots"].rows(0, n), plan["prefill_starts"].rows(0, n), plan["prefill_cu"].rows(0, n + 1)
+        ctx.launch(GDN_GATES, g, beta, rows, self.a_log, self.dt_bias, c.conv_channels + c.value_size)
+        ctx.launch(CONV_PREFILL, qkv, ring, rows, self.conv, slots, cu, starts)
+        kept = state.rows(*ctx.states.spare_rows) if ctx.shape.snapshots else None
+        ctx.launch(
+            GDN_PREFILL,
+            *(mixed, state, kept, qkv, g, beta),
+            *(slots, cu, starts, kept and plan["snap_rows"], c.num_k_heads, self._workspace(ctx, tokens, n)),
+        )
+        for row, slot in ctx.shape.snapshots:
+            self._keep_ring(ctx, ring.rows(slot, slot + 1), proj, row)
+        ctx.launch(GATED_RMS_NORM, gated, mixed, rows, self.norm, c.conv_channels, self.eps)
 
     def _keep_ring(self, ctx: ForwardContext, to: DeviceArray, proj: DeviceArray, row: int) -> None:
         """The convolution's last inputs before `row`: on a multiple of 64 they fill the ring from its first column on."""

@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from sparkrt.model.residual import Residual
     from sparkrt.model.sequence import SequenceState
     from sparkrt.model.weight import Norm
-    from sparkrt.runtime.array import DeviceArray
 
 
 class SubLayer(Protocol):
-    """A mixer or an MLP: normed rows [T, H] in, delta rows [T, H] out."""
+    """A mixer or an MLP: reads the residual's normed rows [T, H] through its first projection, and adds its result to it."""
 
     def reserve(self, reservation: Reservation) -> None:
         """Name the scratch it needs."""
 
-    def forward(self, ctx: ForwardContext, out: DeviceArray, x: DeviceArray) -> None: ...
+    def forward(self, ctx: ForwardContext, residual: Residual, norm: Norm) -> None: ...
 
 
 class TransformerLayer(Protocol):
@@ -65,14 +64,8 @@ class DecoderLayer:
         """Nothing was prestaged."""
 
     def forward(self, ctx: ForwardContext, residual: Residual) -> None:
-        x = ctx.buffer("normed", ctx.tokens, ctx.hidden_size)
-        delta = ctx.buffer("delta", ctx.tokens, ctx.hidden_size)
-        residual.read(ctx, self.input_norm, x)
-        self.mixer.forward(ctx, delta, x)
-        residual.write(ctx, delta)
-        residual.read(ctx, self.post_norm, x)
-        self.mlp.forward(ctx, delta, x)
-        residual.write(ctx, delta)
+        self.mixer.forward(ctx, residual, self.input_norm)
+        self.mlp.forward(ctx, residual, self.post_norm)
 
     def snapshot_aux(self, seq: SequenceState) -> Any:
         return None
