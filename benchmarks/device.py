@@ -48,7 +48,7 @@ class DeviceBench:
             noise = np.random.default_rng(0).integers(0, 256, nbytes >> 4, dtype=np.uint8)
             for part in range(16):
                 self.backend.copy_h2d(a.offset(part * noise.nbytes), noise)
-            return 2 * nbytes / self._time(lambda: self.backend.copy_d2d(b, a, nbytes, self._stream), 1, graph=False)
+            return 2 * nbytes / self.time(lambda: self.backend.copy_d2d(b, a, nbytes, self._stream), 1, graph=False)
 
     @staticmethod
     def product_ceiling() -> float | None:
@@ -106,7 +106,7 @@ class DeviceBench:
 
             issue()  # loads the kernel
             self.backend.synchronize()
-            return self._time(issue, copies), moved
+            return self.time(issue, copies), moved
 
     def _keep(self, args: list[Any], types: list[DType | None], sizes: list[int]) -> None:
         """Bring the large arrays of a case to the device, those of the last case that it does not have away."""
@@ -126,7 +126,7 @@ class DeviceBench:
             return None
         return self.activation if kind == "A" else dtypes.from_numpy(value.dtype)
 
-    def _time(self, issue: Callable[[], Any], calls: int, graph: bool = True) -> float:
+    def time(self, issue: Callable[[], Any], calls: int, graph: bool = True) -> float:
         """Median seconds of one of the `calls` calls that `issue` makes, in a captured graph unless told otherwise."""
         backend, stream = self.backend, self._stream
         made: list[Graph | GraphExec] = []
