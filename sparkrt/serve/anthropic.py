@@ -132,8 +132,7 @@ class MessagesGeneration(ChatGeneration):
             content.append({"type": "thinking", "thinking": thought, "signature": ""})
         if piece.reply.content:
             content.append({"type": "text", "text": piece.reply.content})
-        for call in piece.reply.calls:  # of a whole answer: each in one piece
-            content.append(_tool_use(call.id, call.name, _object(call.arguments)))
+        content += [_tool_use(call.id, call.name, _object(call.arguments)) for call in piece.reply.calls]
         return self._message(content, *_stop(piece))
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, sequence: str | None) -> Any:

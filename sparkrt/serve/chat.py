@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,8 +99,8 @@ class ChatGeneration(Generation):
         grammar = (grammar_of(bodies, may_think), asked[1] if asked else "tools") if bodies else None
         if body.separate_reasoning is False:
             reasoning = None
-        self._new_parser: Callable[[], ReplyParser] = lambda: ReplyParser(reasoning, thinks, tools, choice.tools, parallel)
-        self._parsers: dict[int, ReplyParser] = {}
+        details = reasoning, thinks, tools, choice.tools, parallel
+        self._parsers = defaultdict[int, ReplyParser](lambda: ReplyParser(*details))  # by choice
         super().__init__(serving, body, [ids], params, grammar, serving.marks if tools or reasoning else frozenset())
 
     def parts(self, piece: Piece) -> list[Piece]:
@@ -114,12 +114,11 @@ class ChatGeneration(Generation):
         """With its text parsed. One that ends has ended in calls if there are any and the last is complete; where a function was
         named, OpenAI says `stop` all the same.
         """
-        parser = self._parsers.setdefault(piece.index, self._new_parser())
+        parser = self._parsers[piece.index]
         reply, reason = parser.feed(piece.text), piece.finish_reason
         if reason is not None:
             stopped = isinstance(piece.stop_reason, str) and parser.in_call
-            rest = parser.flush(cut=reason != "stop" or stopped)
-            reply = ReplyDelta(reply.reasoning + rest.reasoning, reply.content + rest.content, reply.calls + rest.calls)
+            reply.add(parser.flush(cut=reason != "stop" or stopped))
             if reason == "stop" and parser.calls and not stopped and not self._named:
                 reason = "tool_calls"
         if self.body.include_reasoning is False:
@@ -135,10 +134,7 @@ class ChatGeneration(Generation):
 
     def _whole_choice(self, piece: Piece) -> Any:
         assert piece.reply is not None
-        reply, calls = piece.reply, dict[int, CallDelta]()
-        for delta in reply.calls:
-            calls.setdefault(delta.index, CallDelta(delta.index, delta.id, delta.name)).arguments += delta.arguments
-        said = [_call(call, whole=True) for call in calls.values()]
+        reply, said = piece.reply, [_call(call, whole=True) for call in piece.reply.calls]
         content = reply.content or (None if said or reply.reasoning else "")
         message = p.ChatMessage(role="assistant", content=content, tool_calls=said or None, **_thought(reply))
         return p.ChatChoice(message=message, logprobs=self._logprobs(piece), **about(self, piece))

@@ -22,6 +22,20 @@ class ReplyDelta:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
+    def gain(self, call: CallDelta) -> None:
+        """What comes of one call at once is told at once."""
+        if call.id is None and self.calls and self.calls[-1].index == call.index:
+            self.calls[-1].arguments += call.arguments
+        else:
+            self.calls.append(call)
+
+    def add(self, other: ReplyDelta) -> None:
+        """What came right after."""
+        self.reasoning += other.reasoning
+        self.content += other.content
+        for call in other.calls:
+            self.gain(call)
+
 
 class ReplyParser:
     """One answer. Without formats all of it is content; blanks before and after calls are not."""
@@ -86,16 +100,11 @@ class ReplyParser:
         assert isinstance(self._content, Trimmed)
         self._content.drop()
         self.calls += (wanted := self._parallel or not self.calls)
-        self._call = Call(self.calls - 1, self._tools.new_id(), name, self._gain if wanted else lambda delta: None)
+        self._call = Call(self.calls - 1, self._tools.new_id(), name, self._gain if wanted else lambda call: None)
         return self._call
 
     def schema(self, name: str) -> dict[str, Any]:
         return self._offered.get(name, {})
 
-    def _gain(self, delta: CallDelta) -> None:
-        """Of one call, what came at once is told at once."""
-        calls = self._delta.calls
-        if delta.id is None and calls and calls[-1].index == delta.index:
-            calls[-1].arguments += delta.arguments
-        else:
-            calls.append(delta)
+    def _gain(self, call: CallDelta) -> None:
+        self._delta.gain(call)

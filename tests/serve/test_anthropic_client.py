@@ -135,6 +135,8 @@ def test_every_kind_of_block(echo: Server, bytewise: bool) -> None:
         ]
         alone = ask(client, model=echo.model, messages=user(f"⟪{CALLS}⟫"), tools=TOOLS)
         assert [block["type"] for block in blocks(alone)] == ["tool_use", "tool_use"]
+        unclosed = ask(client, model=echo.model, messages=user(f"⟪{CALLS.split('</function>')[0]}⟫"), tools=TOOLS)
+        assert [block["name"] for block in blocks(unclosed)] == ["f"]
         off = ask(client, model=echo.model, messages=user("⟪Yes.⟫"), thinking={"type": "disabled"})
         assert blocks(off) == [{"type": "text", "text": "Yes."}]
         assert [block["type"] for block in blocks(ask(client, model=echo.model, messages=user(f"⟪{THOUGHT}⟫")))] == ["thinking"]
