@@ -71,6 +71,50 @@ def prefill(
     return back[0], back[1], back[2]
 
 
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-30))
+
+
+def reference(parts: list[Tokens], state: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(out, state) token by token in float64, of the values that the device has in bf16."""
+    joined = [np.concatenate([getattr(p, name) for p in parts]).astype(np.float64) for name in ("qkv", "g", "beta")]
+    joined[0] = joined[0].astype(dtypes.bfloat16.np).astype(np.float64)
+    cu = np.cumsum([0, *(len(p.g) for p in parts)])
+    out, after, _ = GDN_PREFILL.reference(None, state.astype(np.float64), None, *joined, slots, cu, starts, None, HK, None)
+    return out, after
+
+
+@pytest.mark.parametrize("decay", [3.0, 40.0, 1000.0])
+def test_strong_decay_inside_a_chunk_is_finite(backend: CudaBackend, rng: np.random.Generator, decay: float) -> None:
+    tokens, first = Tokens.random(rng, 200), states(rng, 1)
+    tokens.g[:] = -decay
+    out, state, _ = prefill(backend, [tokens], first, i32(0), i32(64))
+    want, after = reference([tokens], first, i32(0), i32(64))
+    assert error(out, want) <= 2e-2
+    assert error(state, after) <= 2e-2
+
+
+def test_no_decay_and_repeated_keys_stay_stable(backend: CudaBackend, rng: np.random.Generator) -> None:
+    tokens, first = Tokens.random(rng, 4096), states(rng, 1)
+    tokens.g[:], tokens.beta[:] = 0, 0.999
+    keys = slice(HK * D, 2 * HK * D)
+    tokens.qkv[:, keys] = tokens.qkv[:4, keys][np.arange(4096) % 4]
+    out, state, _ = prefill(backend, [tokens], first, i32(0), i32(0))
+    want, after = reference([tokens], first, i32(0), i32(0))
+    assert error(out, want) <= 2e-2
+    assert error(state, after) <= 2e-2
+
+
+@pytest.mark.parametrize("start", [0, 64], ids=["fresh", "going on"])
+def test_every_length_leaves_the_state_of_its_tokens(backend: CudaBackend, rng: np.random.Generator, start: int) -> None:
+    """Lengths that do not fill the last chunk: 1 to 130, a slice each."""
+    parts, first = [Tokens.random(rng, n) for n in range(1, 131)], states(rng, 130)
+    slots, starts = np.arange(130, dtype=np.int32), np.full(130, start, np.int32)
+    _, state, _ = prefill(backend, parts, first, slots, starts)
+    _, after = reference(parts, first, slots, starts)
+    assert max(error(a, b) for a, b in zip(state, after, strict=True)) <= 1e-2
+
+
 def test_cuts_on_the_grid_change_no_bit(backend: CudaBackend, rng: np.random.Generator) -> None:
     start, cuts = 70, (0, 58, 122, 250, 300)
     tokens, split = Tokens.random(rng, 300), states(rng, 3)
