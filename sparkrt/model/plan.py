@@ -102,10 +102,6 @@ class StepPlan:
         self._tail += n
         return self._backend.array(self._device.offset(at * 4), dtypes.from_numpy(values.dtype), (n,))
 
-    @property
-    def tail_free(self) -> int:
-        return self.limits.tail - self._tail
-
     def upload(self, stream: Stream) -> None:
         """One asynchronous copy of the used part."""
         used = self.fixed + self._tail
