@@ -138,7 +138,7 @@ class Pool(RuleBasedStateMachine):
         runs = [start for start in free if all(start + i in free for i in range(n))]
         if after is None and n and runs:
             assert got == list(range(got[0], got[0] + n))
-        if after is not None and n and after + 1 in free and after not in free:
+        if after is not None and n and after not in free and all(after + i in free for i in range(1, n + 1)):
             assert got[0] == after + 1
         self.owners.append(got)
 
