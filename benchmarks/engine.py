@@ -152,7 +152,7 @@ def main() -> None:
     options.setdefault("max_num_seqs", str(max(args.batch)))
     what, rows = args.what.split(","), []
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    with LLM(model, **options) as llm:
+    with LLM(model, **{"enable_prefix_caching": False, **options}) as llm:  # its prompts come more than once
         device = llm.info.device
         card = f"host-{usable_cores()}c" if device == "host" else re.sub(r"\W+", "-", device.lower())
         print(f"{llm.info.name} ({llm.info.architecture}, {llm.info.dtype}) on {card}")

@@ -236,22 +236,24 @@ class EngineCore:
             self._fail(plan.jobs, error)
 
     def _emit(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
-        job.emitted += 1
+        job.emitted = emitted = job.emitted + 1
         job.answer.append(token)
         self._stats.generation_tokens += 1
         output = EngineOutput(request_id=job.request_id, token_ids=[token])
-        if job.emitted == 1:
+        if emitted == 1:
             output.cached_tokens = job.skipped or 0
             output.prompt_logprobs = job.prompt_logprobs if job.scored else None
         if row is not None:
             output.logprobs = [logprob(row, job.message.logprobs or 0)]
-        if token in job.stop_ids and job.emitted > job.message.min_tokens:
+        if token in job.stop_ids and emitted > job.min_tokens:
             output.finish_reason, output.stop_token = "stop", token
-        elif job.emitted == job.max_tokens:
+        elif emitted == job.max_tokens:
             output.finish_reason = "length"
         if job.matcher is not None and output.finish_reason is None:
             self._match(job, job.matcher, token, output)
-        self._tell(job, output)
+        job.outbox.append(output)
+        if output.finish_reason is not None:
+            self._forget(job)
 
     def _match(self, job: Job, matcher: Matcher, token: int, output: EngineOutput) -> None:
         """What may follow `token`, for the next step, which was not launched yet; the end where nothing may."""
@@ -262,12 +264,12 @@ class EngineCore:
             output.finish_reason, output.error = ("error", matcher.error) if matcher.error else ("stop", None)
 
     def _tell(self, job: Job, output: EngineOutput) -> None:
-        """After the last output, slot and blocks go back: now, or when the last step in flight is collected."""
         job.outbox.append(output)
         if output.finish_reason is not None:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:
+        """After its last output, slot and blocks go back: now, or when the last step in flight is collected."""
         if job.outbox is self._outbox:
             del self._requests[job.request_id]
         if self.scheduler.finish(job):

@@ -16,45 +16,56 @@ from sparkrt.text.grammar import Matcher
 CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One request: how far it is, and what it owns. Counts are tokens.
 
     Its prompt is computed first, up to `target`; after a preemption the answer so far is part of what has to be computed again.
     """
 
+    message: EngineRequest
+    outbox: list[EngineOutput]  # for its news; jobs that share one, share steps
     order: tuple[int, int] = (0, 0)  # priority and arrival: lower goes first
-    blocks = 0  # in its table
-    reserved = 0  # blocks counted on for it: what it will probably need
-    room = 0  # of `generated`, when it ends or needs another block
-    prefilled = 0  # tokens planned, of `target`
-    generated = 0  # sampled tokens planned
-    emitted = 0  # tokens read and told: lags `generated` by the steps in flight
-    counted = 0  # tokens of the prompt that are in the statistics
-    in_flight = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
-    finished = False
-    preempted = False  # has to let go of its slot and blocks, and waits again when it has
-    immune = 0  # it is not chosen again before this many tokens are generated
-    served = -1  # the last step that gave it a fair share of prefill
-    deadline = float("inf")
+    blocks: int = 0  # in its table
+    reserved: int = 0  # blocks counted on for it: what it will probably need
+    room: int = 0  # of `generated`, when it ends or needs another block
+    prefilled: int = 0  # tokens planned, of `target`
+    generated: int = 0  # sampled tokens planned
+    emitted: int = 0  # tokens read and told: lags `generated` by the steps in flight
+    counted: int = 0  # tokens of the prompt that are in the statistics
+    in_flight: int = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
+    finished: bool = False
+    preempted: bool = False  # has to let go of its slot and blocks, and waits again when it has
+    immune: int = 0  # it is not chosen again before this many tokens are generated
+    served: int = -1  # the last step that gave it a fair share of prefill
+    deadline: float = float("inf")
     matcher: Matcher | None = None  # of the grammar that the answer must follow
     params: SamplerParams | None = None  # from its first admission on
     match: Match | None = None  # what it found in the prefix cache,
     lease: Lease | None = None  # what it uses of it,
-    cached = 0  # how much of its tokens is in there,
+    cached: int = 0  # how much of its tokens is in there,
     skipped: int | None = None  # and how much of it was when it began
     leader: tuple[Job, int] | None = None  # who is computing that many of its tokens: it waits for that
     seq: SequenceState | None = None  # while it has a slot
+    request_id: str = field(init=False)
+    ids: np.ndarray = field(init=False)  # int32: its prompt, and what of its answer has to be computed again
+    answer: list[int] = field(default_factory=list)
+    points: set[int] = field(default_factory=set)  # positions in `ids` where the state should be kept
+    prompt: int = field(init=False)
+    target: int = field(init=False)
+    goal: int = field(init=False)  # others may wait for it to be this far
+    max_tokens: int = field(init=False)
+    min_tokens: int = field(init=False)
+    scored: bool = field(init=False)  # every prompt row needs logits
+    stop_ids: frozenset[int] = field(init=False)
+    prompt_logprobs: list[Logprob | None] = field(default_factory=lambda: [None])  # nothing precedes the first token
 
-    def __init__(self, message: EngineRequest, outbox: list[EngineOutput]) -> None:
-        """Jobs that share an `outbox`, for their news, share steps."""
-        self.outbox, self.message, self.request_id = outbox, message, message.request_id
-        self.ids, self.answer = np.array(message.prompt_ids, np.int32), list[int]()
-        self.points = set[int]()  # positions in `ids` where the state should be kept
-        self.prompt = self.target = self.goal = len(self.ids)  # others may wait for it to reach `goal`
-        self.max_tokens = message.max_tokens
-        self.scored = message.prompt_logprobs is not None  # every prompt row needs logits
-        self.stop_ids = frozenset(message.stop_token_ids)
-        self.prompt_logprobs: list[Logprob | None] = [None]  # nothing precedes the first token
+    def __post_init__(self) -> None:
+        m = self.message
+        self.request_id, self.ids = m.request_id, np.array(m.prompt_ids, np.int32)
+        self.prompt = self.target = self.goal = len(self.ids)
+        self.max_tokens, self.min_tokens = m.max_tokens, m.min_tokens
+        self.scored, self.stop_ids = m.prompt_logprobs is not None, frozenset(m.stop_token_ids)
 
     @property
     def life(self) -> int:

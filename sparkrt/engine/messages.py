@@ -29,7 +29,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     priority: int = 0  # lower goes first, if the scheduling policy is "priority"
 
 
-class Logprob(msgspec.Struct, array_like=True):
+class Logprob(msgspec.Struct, array_like=True, gc=False):
     token_id: int
     logprob: float
     rank: int
@@ -37,7 +37,7 @@ class Logprob(msgspec.Struct, array_like=True):
     top_logprobs: list[float] = []
 
 
-class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """News of one request after a step. `finish_reason` ∈ stop | length | abort | timeout | error, set exactly once, last.
 
     `stop_token` is the stop id that ended it (it is the last of `token_ids`). `error` explains "timeout" and "error".

@@ -24,7 +24,7 @@ class Reuse:
         """`copy_state` keeps a sequence's state, behind what is in flight, in a spare slot."""
         self.cache = cache
         self._copy_state = copy_state
-        self._computing: dict[Job, None] = {}  # prompts on their way into the cache
+        self._computing: dict[bytes, dict[Job, None]] = {}  # prompts on their way into the cache, by their first 64 tokens
 
     @property
     def evictable(self) -> int:
@@ -37,7 +37,7 @@ class Reuse:
             return Hit()
         if job.leader is not None:
             leader, common = job.leader
-            if leader in self._computing and leader.cached < common:
+            if leader.lease is not None and leader.cached < common:
                 return _WAIT
             job.leader = None
         job.match = match = self.cache.match(job.ids)
@@ -62,7 +62,7 @@ class Reuse:
             job.points = set(self.cache.points(job.match, job.target))
             job.cached = job.match.resume
             job.skipped = job.cached if job.skipped is None else job.skipped
-            self._computing[job] = None
+            self._computing.setdefault(_beginning(job), {})[job] = None
             blocks -= len(job.match.nodes)
         self.make_room(blocks)
 
@@ -88,11 +88,11 @@ class Reuse:
             job.cached = min(job.seq.kv_valid_tokens, job.target)
             self.cache.insert(job.lease, job.ids, job.seq.blocks.blocks, job.cached)
             if job.cached == job.target:
-                self._computing.pop(job, None)
+                self._computed(job)
 
     def end(self, job: Job) -> None:
         """It lets go of its blocks: what is proven written of them stays, as long as there is room."""
-        self._computing.pop(job, None)
+        self._computed(job)
         job.match = None
         if self.cache is not None and job.lease is not None:
             lease, job.lease, valid = job.lease, None, 0
@@ -102,10 +102,17 @@ class Reuse:
                 self.cache.insert(lease, ids, job.seq.blocks.blocks, valid)
             self.cache.close(lease, valid)
 
+    def _computed(self, job: Job) -> None:
+        """Nobody need wait for it any more."""
+        if job.lease is not None and (alike := self._computing.get(_beginning(job))) is not None:
+            alike.pop(job, None)
+            if not alike:
+                del self._computing[_beginning(job)]
+
     def _leader(self, job: Job, resume: int) -> tuple[Job, int] | None:
         """Who is computing the longest beginning of this prompt, a multiple of 64 beyond `resume`, and how long that is."""
         best: tuple[Job, int] | None = None
-        for other in self._computing:
+        for other in self._computing.get(_beginning(job), ()):
             at_least = (best[1] if best else resume) + GRID
             most = min(len(job.ids) - 1, other.target) // GRID * GRID
             if most < at_least or job.ids[at_least - 1] != other.ids[at_least - 1] or other.lease is None:
@@ -121,3 +128,7 @@ class Reuse:
             leader.points.add(common)
             leader.goal = min(leader.goal, common) if leader.goal > leader.prefilled else common
         return best
+
+
+def _beginning(job: Job) -> bytes:
+    return job.ids[:GRID].tobytes()

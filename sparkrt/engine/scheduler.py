@@ -130,7 +130,10 @@ class Scheduler:
         long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
         least one chunk runs in every step, even under a budget smaller than that.
         """
-        plan, short = Plan([job for job in self._decoding if job.outbox is outbox and not job.lags]), self._short
+        plan, short = (
+            Plan([job for job in self._decoding if job.outbox is outbox and (job.matcher is None or not job.lags)]),
+            self._short,
+        )
         if short:
             plan.decode = [job for job in plan.decode if job not in short]
         prompts = [job for job in self._prefilling if job.outbox is outbox]
@@ -189,9 +192,12 @@ class Scheduler:
 
     def collected(self, plan: Plan) -> list[Job]:
         """The step was read. Returns the ended and preempted jobs that no step carries any more: what they had is free now."""
-        for job in (jobs := plan.jobs):
+        gone = list[Job]()
+        for job in plan.jobs:
             job.in_flight -= 1
-        return [job for job in jobs if (job.finished or job.preempted) and self._released(job)]
+            if (job.finished or job.preempted) and self._released(job):
+                gone.append(job)
+        return gone
 
     def finish(self, job: Job) -> bool:
         """The request ended. True if its resources were held and are free now; in flight, they will be `collected`."""
