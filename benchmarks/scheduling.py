@@ -2,9 +2,9 @@
 
     python -m benchmarks.scheduling [--batch 1,32,256] [--steps 640]
 
-The engine runs over a model that computes nothing, with the real block pool and prefix cache. µs a step: the median, the mean (with
-the steps in which tables grow) and the 99th percentile, of decode steps with every row resident; and of admissions with their first
-chunk. Goals: 60 µs at batch 1, 250 µs at 256.
+The engine runs over a model that computes nothing, with the real block pool and prefix cache. µs a step: the median, the mean
+(with the steps in which tables grow) and the 99th percentile, of decode steps with every row resident; and the mean of the first
+steps, which admit and prefill. Goals: 60 µs at batch 1, 250 µs at 256.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ class NullModel:
         tokens = _PROMPT + 2 * steps
         blocks = slots * (-(-tokens // _PAGE) + 1)
         self.options: Any = SimpleNamespace(
-            **{"max_num_seqs": slots, "max_num_batched_tokens": 8192, "max_model_len": tokens, "page_size": _PAGE},
-            **{"num_blocks": blocks, "valid_vocab": 1000, "prompt_logit_rows": 64},
+            max_num_seqs=slots,
+            max_num_batched_tokens=8192,
+            max_model_len=tokens,
+            page_size=_PAGE,
+            num_blocks=blocks,
+            valid_vocab=1000,
+            prompt_logit_rows=64,
         )
         self.pool, self.num_blocks, self.free_slots = BlockPool(blocks), blocks, slots
         self.prefix = PrefixCache(self.pool, _PAGE, range(slots, 2 * slots), recurrent=True) if caching else None

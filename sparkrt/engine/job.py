@@ -26,6 +26,7 @@ class Job:
     message: EngineRequest
     outbox: list[EngineOutput]  # for its news; jobs that share one, share steps
     order: tuple[int, int] = (0, 0)  # priority and arrival: lower goes first
+    arrived: int = 0  # how many steps with prompts there had been
     blocks: int = 0  # in its table
     reserved: int = 0  # blocks counted on for it: what it will probably need
     room: int = 0  # of `generated`, when it ends or needs another block

@@ -9,7 +9,7 @@ every decoding request that has room and, with what the token budget leaves, sli
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, count
+from itertools import chain, count, groupby
 
 from sparkrt.engine.admission import Forecast, Queue
 from sparkrt.engine.job import CHUNK, Hit, Job, Limits, Plan, Slice
@@ -46,7 +46,7 @@ class Scheduler:
             room = self.limits.blocks * self.limits.block_size
             text = f"the request needs room for {job.life} tokens ({numbers}); the KV cache holds {room}"
             raise RequestError(text, param="max_tokens", code="context_length_exceeded")
-        job.order = (job.message.priority if self._by_priority else 0, next(self._arrivals))
+        job.order, job.arrived = (job.message.priority if self._by_priority else 0, next(self._arrivals)), self._step
         self.waiting.add(job)
 
     def make_room(self) -> tuple[list[Job], list[Job]]:
@@ -126,14 +126,13 @@ class Scheduler:
     def plan(self, outbox: list[EngineOutput]) -> Plan:
         """What the next step of these jobs should run; only which is served next changes, so a failed launch needs no undoing.
 
-        Prompts share what decode leaves of the budget: half goes to those nearest to their end, so that short ones overtake
-        long ones, half evenly to those served least recently, so that none starves; what remains, again to the nearest. At
-        least one chunk runs in every step, even under a budget smaller than that.
+        Prompts share what decode leaves of the budget. A third goes to those nearest to their end, so that short ones overtake
+        long ones. The rest goes to those that came first, evenly where they came together: so no first token is later than 1.5
+        times what it takes to compute everything that came no later. At least one chunk runs in every step, even under a budget
+        smaller than that.
         """
-        plan, short = (
-            Plan([job for job in self._decoding if job.outbox is outbox and (job.matcher is None or not job.lags)]),
-            self._short,
-        )
+        plan, short = Plan(), self._short
+        plan.decode = [job for job in self._decoding if job.outbox is outbox and (job.matcher is None or not job.lags)]
         if short:
             plan.decode = [job for job in plan.decode if job not in short]
         prompts = [job for job in self._prefilling if job.outbox is outbox]
@@ -156,17 +155,20 @@ class Scheduler:
             stops[job] = stop
             return stop - start
 
-        left = budget
+        quick = budget // 3
         for job in nearest:
-            if not job.scored:  # rows of logits are scarce: only the even half hands them out fairly
-                left -= grant(job, left - budget // 2)
-        share = max(left // len(nearest), CHUNK)
-        for job in sorted(prompts, key=lambda job: (job.order[0], job.served)):
-            if granted := grant(job, min(share, left)):
-                left -= granted
-                job.served = self._step
-        for job in nearest:
-            left -= grant(job, left)
+            if not job.scored:  # rows of logits are scarce: only the even part hands them out fairly
+                quick -= grant(job, quick)
+        left = budget - (budget // 3 - quick)
+        for _, group in groupby(sorted(prompts, key=_turn), key=_together):
+            together = list(group)
+            share = max(left // len(together), CHUNK)
+            for job in together:
+                if granted := grant(job, min(share, left)):
+                    left -= granted
+                    job.served = self._step
+            for job in sorted(together, key=lambda job: job.left):
+                left -= grant(job, left)
         for job in prompts:
             if stop := stops.get(job):
                 plan.prefill.append(Slice(job, job.prefilled, stop, stop == job.target and job.max_tokens > 0))
@@ -287,3 +289,12 @@ class Scheduler:
         if not job.finished:
             self.waiting.add(job)
         return True
+
+
+def _together(job: Job) -> tuple[int, int]:
+    """Equal for jobs of one priority between whose arrivals no prompt was computed."""
+    return job.order[0], job.arrived
+
+
+def _turn(job: Job) -> tuple[int, int, int, int]:
+    return job.order[0], job.arrived, job.served, job.left

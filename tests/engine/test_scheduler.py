@@ -88,15 +88,16 @@ def test_64_prompts_of_very_different_lengths(seed):
     lengths = [int(2 ** rng.uniform(3, 14)) for _ in range(64)]
     bounds = limits(slots=64, blocks=20_000, budget=512)
     report = simulate(bounds, [Arrival(0, n, 64) for n in lengths], depth=0)
-    assert max(report.first.values()) <= 1.5 * sum(lengths) / 512 + 64  # each of the 64 has a tail that fills no chunk
+    assert max(report.first.values()) <= 1.5 * sum(lengths) / 512 + 2
     order = sorted(range(64), key=lambda i: lengths[i])
-    for shorter, longer in itertools.combinations(order, 2):  # chunks of 64 may cost a step
-        assert report.first[shorter] <= report.first[longer] + 1
+    for shorter, longer in itertools.combinations(order, 2):
+        if lengths[longer] > 1.5 * lengths[shorter]:  # of those about as long, who was served evenly may be ahead
+            assert report.first[shorter] <= report.first[longer]
     steps = sorted(rng.randrange(200) for _ in lengths)
     report = simulate(bounds, [Arrival(at, n, 64) for at, n in zip(steps, lengths, strict=True)], depth=0)
     for i, at in enumerate(steps):
         before = sum(n for n, came in zip(lengths, steps, strict=True) if came <= at)
-        assert report.first[i] - at <= 1.5 * before / 512 + 64, "somebody who came later went first for too long"
+        assert report.first[i] - at <= 1.5 * before / 512 + 2, "somebody who came later went first for too long"
 
 
 def test_equal_prompts_finish_one_after_the_other():
