@@ -36,6 +36,7 @@ class Scheduler:
         self._decoding: dict[Job, None] = {}
         self._short: dict[Job, None] = {}  # decoding, and without a block for the next token
         self._leaving: set[Job] = set()  # preempted and still in flight: they have to be in the queue before it moves on
+        self._refused: tuple[Job | None, int] = (None, 0)  # the head of the queue, and the blocks that were too few for it
         self._promised = 0  # blocks reserved and not taken yet
         self._arrivals, self._step = count(), 0
 
@@ -91,7 +92,10 @@ class Scheduler:
         which another is computing lets others pass, and keeps room for itself.
         """
         slots, free = self.free_slots, self.free_blocks - self._promised
-        for job in () if self._leaving else self.waiting:
+        same = self.waiting.head is self._refused[0] and free <= self._refused[1]
+        if self._leaving or (same and (self._decoding or self._prefilling)):
+            return None  # to look up a long prompt takes longer than a step may: not again before there is more room
+        for job in self.waiting:
             if slots < 1:
                 return None
             need, reserve = self._demand(job)
@@ -102,6 +106,7 @@ class Scheduler:
             shared = hit.pages - hit.idle
             alone = need - shared <= self.free_blocks and all(other.order[0] == _LOOP for other in self.admitted)
             if reserve - shared > free and not alone:
+                self._refused = (job if job is self.waiting.head else None), free
                 return None
             self.waiting.remove(job)
             self._enter(job, need, reserve)

@@ -81,3 +81,12 @@ def test_what_is_no_grammar(llm: LLM) -> None:
 def test_decode_loops(llm: LLM) -> None:
     loop = llm.decode_loop(llm.tokenizer.encode(PROMPT), params(structured_outputs={"regex": "[0-9]{5}"}, max_tokens=9))
     assert llm.tokenizer.decode(list(loop)).isdigit()
+
+
+def test_a_preempted_answer_goes_on_under_its_grammar() -> None:
+    asked = [params(structured_outputs={"regex": "[0-9]{60}"}, temperature=1.0, seed=i, max_tokens=100) for i in range(3)]
+    options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 192, "block_size": 16, "async_scheduling": True, "debug": True}
+    with LLM(**options) as roomy, LLM(num_gpu_blocks_override=12, **options) as tight:
+        tight.core.scheduler.forecast.share = 0.0
+        assert texts(tight, *asked) == texts(roomy, *asked)
+        assert tight.core.stats().preemptions > 0

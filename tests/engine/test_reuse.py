@@ -219,6 +219,19 @@ def test_any_failure_at_any_time_leaves_nothing(ahead, what):
     assert n > 4
 
 
+def test_a_blocked_head_is_looked_up_when_there_is_more_room():
+    core, model = warm_engine(blocks=10)
+    core.add(request("a", range(400), 200))
+    core.step()
+    core.add(request("b", range(400, 900), 5))
+    looked, match = [], model.prefix.match
+    model.prefix.match = lambda ids: (looked.append(1), match(ids))[1]
+    tokens, _ = drain(core)
+    assert tokens["b"] == alone(request("b", range(400, 900), 5))
+    assert len(looked) < 8
+    idle(core, model)
+
+
 def test_without_a_cache_blocks_are_counted_too():
     core, _ = engine()
     assert isinstance(core.scheduler, Scheduler)
