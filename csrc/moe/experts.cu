@@ -127,7 +127,7 @@ int wgmma_products(const Call<T>& c, const Sorted& sorted, T* act, T* y) {
 
 template <typename T>
 int run_many(const Call<T>& c, const Layout& layout) {
-    const bool tiles = c.pairs() > static_cast<int64_t>(kStreamAverage) * c.n.experts, wgmma = tiles && by_wgmma(c);
+    const bool tiles = c.pairs() > static_cast<int64_t>(kStreamAverage) * c.n.experts, wgmma = by_wgmma(c);
     T *act = reinterpret_cast<T*>(c.workspace + layout.act), *y = reinterpret_cast<T*>(c.workspace + layout.y);
     const Sorted sorted{reinterpret_cast<int*>(c.workspace), reinterpret_cast<int4*>(c.workspace + layout.segment),
                         reinterpret_cast<int*>(c.workspace + layout.pair)};
