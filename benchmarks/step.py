@@ -11,8 +11,9 @@ medians. Launches that differ in their weights only are one kind, and a line:
 - "gap": the difference, what a launch costs beyond its own time; negative where it runs in the shadow of others.
 - "floor": what its bytes take at the copy ceiling, which is measured in the same run, and "%": floor of in step.
 
-What the kinds add up to and what they do not (launches overlap) is the last line. Results are garbage in the graphs that lack
-launches; the time of a kernel does not depend on its data, but for routing. An SVG of the waterfall goes to --svg.
+In step, a kind of few launches is uncertain by the noise of the whole step, up to fifteen microseconds. What the kinds add up to
+is the last line; launches overlap, so that it is not the step. Results are garbage in the graphs that lack launches; the time of
+a kernel does not depend on its data, but for routing. An SVG of the waterfall goes to --svg.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 //
 // Bound by the states: each is read once, 16 bytes a lane, kept in registers and written once, a warp four rows of 512 bytes at a
 // time, 8 lanes a row. Few rows: a head is a cluster's work, 16 rows of its state a CTA, so that all multiprocessors have some;
-// the CTAs convolve q and k each for itself (256 channels, 4 KB) and push their outputs to each other for the norm. Many: a
-// head is one CTA's. A row of a state has the same bits either way, and so has the norm, which takes all outputs in one order.
-// A ring column that a step writes is none that it reads, and one CTA writes it: no CTA meets another's write.
-// Rows in the last slot, the dummy of padding rows, leave the state alone and answer zeros: they would only cost bandwidth.
-// Before it waits for the kernels in front, a CTA asks for its states to be brought to L2. That is a hint: it changes no value
-// even if somebody writes them meanwhile, and slots are read again after the wait.
-// H200, 32 heads of 128 x 128: 4.2 MB a row, 1 us at 4.29 TB/s; 8, 32, 128 rows: 7.8, 31, 125 us.
+// the CTAs convolve q and k each for itself (256 channels, 4 KB) and push their outputs to each other for the norm. More: a
+// head is one CTA's, 32 rows at a time (27 us at 8 rows by clusters, 12.3 so). A row of a state has the same bits either way, and
+// so has the norm, which takes all outputs in one order. A ring column that a step writes is none that it reads, and one CTA
+// writes it: no CTA meets another's write. Rows in the last slot, the dummy of padding rows, leave the state alone and answer
+// zeros: they would only cost bandwidth. Before it waits for the kernels in front, a CTA asks for its states to be brought to L2.
+// That is a hint: it changes no value even if somebody writes them meanwhile, and slots are read again after the wait. H200, 32
+// heads of 128 x 128: 4.2 MB a row, 1 us at 4.29 TB/s; 8, 32, 128 rows: 7.8, 31, 125 us. Measured 4.8, 12.3, 40.6, 151.
 #include <cooperative_groups.h>
 
 #include "common/dispatch.h"
@@ -22,7 +22,8 @@ namespace {
 
 using namespace spark;
 
-constexpr int kMostDim = 256;  // of keys, and of values: a thread of a CTA has one at most
+constexpr int kClusterHeads = 64;  // heads of all rows, up to which a head is a cluster's work
+constexpr int kMostDim = 256;      // of keys, and of values: a thread of a CTA has one at most
 
 struct Params {
     void* out;
@@ -48,7 +49,7 @@ __device__ __forceinline__ void store_cluster(float* p, int rank, float x) {
 // A CTA has a gridDim.x-th of a head: kThreads / kWarp * L::kRows * kBatches rows of DV, or as often as it takes as many. A
 // thread convolves N channels at a time.
 template <typename T, typename L, int kThreads, int kBatches, int N, bool kCluster>
-__global__ void __launch_bounds__(kThreads, kThreads == 256 ? 2 : 1) gdn_step_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, kThreads == 256 ? 2 : 4) gdn_step_kernel(const Params p) {
     constexpr int kStride = kThreads / kWarp * L::kRows, kShare = kStride * kBatches;
     __shared__ __align__(16) T keys_of[2][kMostDim], values[kMostDim];
     __shared__ float outputs[kMostDim];
@@ -166,9 +167,9 @@ int run(const Args& a, const Params& p, cudaStream_t stream) {
     packs = packs && a.vectors(1, 0, 4) && a.vectors(2, p.channels, sizeof(T)) && a.vectors(3, p.stride, sizeof(T)) &&
             a.vectors(4, 0, 4);
     if constexpr (sizeof(T) == 2) {
-        if (packs && rows * p.heads <= 512 && current_gpu().clusters)
+        if (packs && rows * p.heads <= kClusterHeads && current_gpu().clusters)
             return launch<T, Row128, 128, 1, kPack, true>(p, rows, stream);
-        if (packs) return launch<T, Row128, 256, 4, kPack, false>(p, rows, stream);
+        if (packs) return launch<T, Row128, 128, 2, kPack, false>(p, rows, stream);
     }
     return launch<T, RowAny, 256, 4, 1, false>(p, rows, stream);
 }

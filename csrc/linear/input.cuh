@@ -1,6 +1,6 @@
 // Where a streaming product of up to eight rows takes its activations from: memory as they are, or a norm of them that every CTA
-// takes for itself in shared memory while its weights are on their way, which spares a launch (1.2 us of a decode step) for
-// 1300 cycles of latency, mostly hidden. A row has the bits that RMS_NORM gives it.
+// takes for itself in shared memory while its weights are on their way, which spares a launch. A row has the bits that RMS_NORM
+// gives it.
 //
 // defines: spark::PlainInput, spark::NormInput, spark::kInputRows
 #pragma once

@@ -100,8 +100,8 @@ def norm_linear(
     invariant
     normed = rms_norm(x, norm, eps, offset); out = normed · wᵀ + bias, as LINEAR or (if invariant) as LINEAR_INVARIANT
     parity: T=1 N=256 K=64 offset=1; T=2 N=8 K=256 bias; T=8 N=1032 K=584 offset=1; T=0 N=16 K=8; T=3 N=33 K=100;
-    T=5 N=257 K=2048; T=9 N=200 K=256 offset=1; T=33 N=72 K=2048; T=7 N=40 K=256 invariant; T=65 N=136 K=640 invariant offset=1;
-    T=4 N=24 K=2568
+    T=5 N=257 K=2048; T=9 N=200 K=256 offset=1; T=33 N=72 K=2048; T=7 N=40 K=2048 invariant; T=65 N=136 K=640 invariant offset=1;
+    T=4 N=24 K=2568; T=1 N=40 K=2048 offset=1; T=4 N=136 K=4096 invariant
     bench: T=1 N=1544 K=256 offset=1; T=16 N=1544 K=256 offset=1; T=512 N=1544 K=256 offset=1
     """
     rms_norm(normed, x, norm, eps, offset)
