@@ -154,5 +154,6 @@ async def _log_stats(client: EngineClient) -> None:
             rates = f"Avg prompt throughput: {prompt / STATS_INTERVAL:.1f} tokens/s, "
             rates += f"Avg generation throughput: {generated / STATS_INTERVAL:.1f} tokens/s"
             busy = f"Running: {now.running} reqs, Waiting: {now.waiting} reqs"
-            log.info("%s, %s, KV cache usage: %.1f%%", rates, busy, 100 * (1 - now.free_blocks / max(now.total_blocks, 1)))
+            usage, hits = 1 - now.free_blocks / max(now.total_blocks, 1), now.prefix_cache_hits / max(now.prefix_cache_queries, 1)
+            log.info("%s, %s, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%", rates, busy, 100 * usage, 100 * hits)
         before = now
