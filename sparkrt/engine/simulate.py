@@ -196,11 +196,11 @@ def plot(report: Report, path: str | Path) -> None:
         raise SparkrtError("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(7, 3), layout="constrained")
     for axes, name, values in zip(
-        figure.subplots(1, 2), ("first token", "between tokens"), (report.ttft, report.itl), strict=True
+        figure.subplots(1, 2), ("time to first token", "time between tokens"), (report.ttft, report.itl), strict=True
     ):
         ordered = 1e3 * np.quantile(values or [0.0], np.linspace(0, 1, 101))
         axes.plot(ordered, np.linspace(0, 100, 101))
-        axes.set(xlabel=f"time {'to ' if name == 'first token' else ''}{name}, ms", ylabel="% within", xscale="log")
+        axes.set(xlabel=f"{name}, ms", ylabel="% within", xlim=(0, 1.05 * ordered[99]))
         axes.grid(alpha=0.3)
     bare = dict.fromkeys(("Creator", "Date", "Format", "Type")) if str(path).endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparkrt"}):  # text stays text; the same report, the same file
