@@ -67,8 +67,13 @@ def router_topk(weights: Array, ids: Array, logits: Array, top: int, renormalize
         weights[:, top:] = sigmoid(logits[:, -1:])
         ids[:, top:] = np.arange(logits.shape[1] - 1, logits.shape[1] - 1 + ids.shape[1] - top)
         weights, logits = weights[:, :top], logits[:, :-1]
-    ids[:, :top] = (-logits).argsort(axis=1, kind="stable")[:, :top]
-    weights[:] = logits[np.arange(len(logits))[:, None], ids[:, :top]]
+    left = logits.copy()  # `top` rounds of argmax, which takes the lowest of equals
+    rows = np.arange(len(logits))
+    for j in range(top):
+        best = left.argmax(1)
+        ids[:, j] = best
+        weights[:, j] = logits[rows, best]
+        left[rows, best] = -np.inf
     largest = weights[:, :1].copy()
     np.exp(weights - largest, out=weights)
     total = weights if renormalize else np.exp(logits - largest)
