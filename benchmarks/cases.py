@@ -191,11 +191,12 @@ def _router_inputs(rng: Rng, s: Sizes) -> Given:
 
 
 def _experts_inputs(rng: Rng, s: Sizes) -> Given:
-    """Spread routing."""
+    """Spread routing; `uneven`: each expert likelier than the one before, so that the last are crowded and the first idle."""
+    order = rng.random((s.T, s.E)) ** (1 + np.arange(s.E) if s.uneven else 1)
     return {
         "gate_up": normal(rng, (s.E, 2 * s.F, s.H), s.H**-0.5),
         "down": normal(rng, (s.E, s.H, s.F), s.F**-0.5),
-        "ids": np.argsort(rng.random((s.T, s.E)), 1)[:, : s.top].astype(np.int32),
+        "ids": np.argsort(order, 1)[:, : s.top].astype(np.int32),
         "weights": rng.dirichlet(np.ones(s.top), s.T).astype(np.float32),
         "workspace": np.zeros(moe.workspace_words(s.T, s.top, s.E, s.H, s.F, 4), np.uint32),
     }

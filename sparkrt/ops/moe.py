@@ -89,7 +89,8 @@ def moe_experts(
     weights f32 [T, top], workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
     out += sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
     parity: T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
-    T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12
+    T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12;
+    T=3000 E=96 top=4 H=256 F=128 uneven
     bench: T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64
     """
     # Rows are sorted by expert, each expert's run is one product, and a token's results are added in its own order of choice.
