@@ -117,11 +117,7 @@ class Scheduler:
 
     def claim(self, job: Job) -> None:
         """Admit past the queue with room for its whole life: decode loops do not wait. CapacityError if there is none now."""
-        job.order, blocks, free = (
-            (_LOOP, next(self._arrivals)),
-            self.limits.blocks_for(job.life),
-            self.free_blocks - self._promised,
-        )
+        blocks, free = self.limits.blocks_for(job.life), self.free_blocks - self._promised
         if self.free_slots < 1 or blocks > free:
             text = f"{self.free_slots} of {self.limits.slots} slots and {max(free, 0)} of {self.limits.blocks} KV blocks"
             raise CapacityError(f"no room now: {text} are free, 1 and {blocks} are needed")
