@@ -49,12 +49,10 @@ class Lease:
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Counters, in tokens (vLLM's meaning) and events."""
+    """Counters, in tokens (vLLM's meaning)."""
 
     queries: int = 0
     hits: int = 0
-    evicted_pages: int = 0
-    evicted_states: int = 0
 
 
 class PrefixCache:
@@ -137,15 +135,11 @@ class PrefixCache:
         return slot
 
     # --- growth and end ---------------------------------------------------------------------------------------------------
-    def insert(self, lease: Lease, ids: Sequence[int] | np.ndarray, blocks: Sequence[int], valid: int) -> int:
-        """Pages and snapshots of the first `valid` tokens, proven computed, become part of the tree.
-
-        Returns how many of the sequence's blocks the tree has a share in from now on.
-        """
-        taken = self.tree.insert(lease.path, np.asarray(ids[:valid], np.int32), blocks, lease.root)
+    def insert(self, lease: Lease, ids: Sequence[int] | np.ndarray, blocks: Sequence[int], valid: int) -> None:
+        """Pages and snapshots of the first `valid` tokens, proven computed, become part of the tree."""
+        self.tree.insert(lease.path, np.asarray(ids[:valid], np.int32), blocks, lease.root)
         for position in [at for at in lease.states if at <= valid and at != lease.answer]:
             self._attach(lease, position)
-        return taken
 
     def close(self, lease: Lease, valid: int = 0) -> None:
         """The sequence ends; the state of its answer is kept if it is within the `valid` tokens that were inserted."""
@@ -161,7 +155,6 @@ class PrefixCache:
     def make_room(self, blocks: int) -> None:
         """Evict until so many blocks are free, or nothing is left to evict."""
         while self.pool.free_count < blocks and (node := self.tree.evict()) is not None:
-            self.stats.evicted_pages += 1
             self._drop_state(node)
 
     def reset(self) -> None:
@@ -196,7 +189,6 @@ class PrefixCache:
 
     def _evict_state(self) -> None:
         if self._with_state:
-            self.stats.evicted_states += 1
             self._drop_state(min(self._with_state, key=lambda node: (node.state_used, node.depth)))
 
     def _drop_state(self, node: Node) -> None:

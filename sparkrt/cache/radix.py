@@ -79,27 +79,25 @@ class RadixTree:
         for node in path:
             self._push(node)
 
-    def insert(self, path: list[Node], ids: np.ndarray, blocks: Sequence[int], root: int = 0) -> int:
-        """Extend a sequence's pinned `path` by its full pages of `ids`, which lie in `blocks`. Returns how many are new here.
+    def insert(self, path: list[Node], ids: np.ndarray, blocks: Sequence[int], root: int = 0) -> None:
+        """Extend a sequence's pinned `path` by its full pages of `ids`, which lie in `blocks`.
 
         A page that is in the tree already stays as it is: the path goes on through it, and the sequence keeps its own block.
         """
         if path and path[-1].parent is None:
-            return 0  # the tree was reset meanwhile
+            return  # the tree was reset meanwhile
         node = path[-1] if path else self._roots.setdefault(root, Node(b"", None, -1, 0))
-        taken, grown = 0, list[Node]()
+        grown = list[Node]()
         for at, key in enumerate(self._keys(ids, len(path)), len(path)):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, node, blocks[at], node.depth + self.page_size)
                 self.pool.incref(blocks[at])
                 self.unpinned += 1
-                taken += 1
             grown.append(child)
             node = child
         self.pin(grown)
         path += grown
-        return taken
 
     def evict(self) -> Node | None:
         """Take the least recently used leaf that nobody pins out of the tree; its block is free, its snapshot the caller's."""

@@ -21,12 +21,11 @@ from sparkrt.engine.reuse import Reuse
 from sparkrt.engine.rows import fill_mask, logprob, sampler_params, targets
 from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams, TokenLogprobs
+from sparkrt.model.batch import ForwardBatch, PrefillSlice, TokenLogprobs
 from sparkrt.model.model import Model
 from sparkrt.text.grammar import Grammars, Matcher
 
 log = logging.getLogger("sparkrt.engine")
-_SAME = tuple(name for name in EngineRequest.__struct_fields__ if name in SamplerParams.__dataclass_fields__)
 
 
 class EngineCore:
@@ -251,9 +250,7 @@ class EngineCore:
             output.finish_reason = "length"
         if job.matcher is not None and output.finish_reason is None:
             self._match(job, job.matcher, token, output)
-        job.outbox.append(output)
-        if output.finish_reason is not None:
-            self._forget(job)
+        self._tell(job, output)
 
     def _match(self, job: Job, matcher: Matcher, token: int, output: EngineOutput) -> None:
         """What may follow `token`, for the next step, which was not launched yet; the end where nothing may."""

@@ -20,6 +20,7 @@ from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
 from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams, TokenLogprobs
+from sparkrt.runtime.backend import OutOfMemory
 
 VOCAB = 1000
 EOS = 7
@@ -245,6 +246,22 @@ class FakeModel:
 
     def _logprobs(self, k: int, token: int) -> TokenLogprobs:
         return TokenLogprobs(token, -0.5, 1, np.arange(k, dtype=np.int32), -np.arange(1, k + 1, dtype=np.float32))
+
+
+def failing(model: FakeModel, what: str, n: int) -> list[Any]:
+    """Let the call number `n` (from 0) of a method fail; a result that is collected is gone. Returns the calls, as they come."""
+    take, calls = getattr(model, what), list[Any]()
+
+    def call(*about: Any) -> Any:
+        calls.append(about)
+        if len(calls) == n + 1:
+            if what == "collect":
+                take(*about)
+            raise OutOfMemory("no memory")
+        return take(*about)
+
+    setattr(model, what, call)
+    return calls
 
 
 def expected(prompt: list[int], params: SamplerParams, max_tokens: int, vocab: int = VOCAB) -> list[int]:

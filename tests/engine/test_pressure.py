@@ -7,8 +7,7 @@ import random
 import pytest
 
 from sparkrt.errors import CapacityError, RequestError
-from sparkrt.runtime.backend import OutOfMemory
-from tests.engine.fake_model import FakeModel
+from tests.engine.fake_model import FakeModel, failing
 from tests.engine.test_core import DEPTHS, alone, drain, engine, gather, idle, request, traffic
 
 
@@ -131,15 +130,7 @@ def test_any_failed_allocation_fails_one_and_leaves_nothing(ahead, what):
     while failed is not None:
         core, model = tight_engine(24, ahead)
         core.scheduler.forecast.share = 0.0
-        take, calls = getattr(model, what), []
-
-        def failing(*about, take=take, calls=calls, n=n):
-            calls.append(about)
-            if len(calls) == n + 1:
-                raise OutOfMemory("no memory")
-            return take(*about)
-
-        setattr(model, what, failing)
+        calls = failing(model, what, n)
         for r in requests:
             core.add(r)
         tokens, ends = {}, {}

@@ -10,8 +10,7 @@ import random
 import pytest
 
 from sparkrt.engine.scheduler import Scheduler
-from sparkrt.runtime.backend import OutOfMemory
-from tests.engine.fake_model import FakeModel
+from tests.engine.fake_model import FakeModel, failing
 from tests.engine.test_core import DEPTHS, alone, drain, engine, gather, idle, request
 
 KINDS = pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "hybrid"])
@@ -193,17 +192,7 @@ def test_any_failure_at_any_time_leaves_nothing(ahead, what):
     while happened:
         core, model = warm_engine(ahead, block_size=32, blocks=20)
         core.scheduler.forecast.share = 0.0
-        take, calls = getattr(model, what), []
-
-        def failing(*about, take=take, calls=calls, n=n):
-            calls.append(about)
-            if len(calls) == n + 1:
-                if what == "collect":
-                    take(*about)
-                raise OutOfMemory("no memory")
-            return take(*about)
-
-        setattr(model, what, failing)
+        calls = failing(model, what, n)
         core.reuse._copy_state = model.snapshot
         for r in requests:
             core.add(r)
