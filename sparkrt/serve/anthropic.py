@@ -130,9 +130,11 @@ class MessagesGeneration(ChatGeneration):
         thought, content = piece.reply.reasoning, list[dict[str, Any]]()
         if thought:
             content.append({"type": "thinking", "thinking": thought, "signature": ""})
-        if piece.reply.content:
-            content.append({"type": "text", "text": piece.reply.content})
-        content += [_tool_use(call.id, call.name, _object(call.arguments)) for call in piece.reply.calls]
+        for part in piece.reply.parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content.append(_tool_use(part.id, part.name, _object(part.arguments)))
         return self._message(content, *_stop(piece))
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, sequence: str | None) -> Any:
@@ -153,14 +155,15 @@ class MessagesGeneration(ChatGeneration):
         if reply.reasoning:
             events += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._delta("thinking_delta", thinking=reply.reasoning))
-        if reply.content:
-            events += self._begin("text", {"type": "text", "text": ""})
-            events.append(self._delta("text_delta", text=reply.content))
-        for call in reply.calls:
-            if call.id is not None:
-                events += self._begin(call.id, _tool_use(call.id, call.name, {}))
-            if call.arguments:
-                events.append(self._delta("input_json_delta", partial_json=call.arguments))
+        for part in reply.parts:
+            if isinstance(part, str):
+                events += self._begin("text", {"type": "text", "text": ""})
+                events.append(self._delta("text_delta", text=part))
+                continue
+            if part.id is not None:
+                events += self._begin(part.id, _tool_use(part.id, part.name, {}))
+            if part.arguments:
+                events.append(self._delta("input_json_delta", partial_json=part.arguments))
         if piece.finish_reason is not None:
             reason, sequence = _stop(piece)
             events += self._begin("", None)

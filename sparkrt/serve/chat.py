@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from sparkrt.serve.http import require
 from sparkrt.serve.serving import Serving
 from sparkrt.serve.structured import asked_structure
 from sparkrt.text.grammar import Body, grammar_of
+from sparkrt.text.reasoning import ThoughtCounter
 from sparkrt.text.reply import ReplyDelta, ReplyParser
 from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools.calls import CallDelta, Tool, read_tools
@@ -26,7 +28,7 @@ async def chat_completions(serving: Serving, body: Any, request: Request) -> Any
     return await (await prepare(serving, body, ChatGeneration)).respond(request)
 
 
-async def prepare(serving: Serving, body: Any, kind: type[ChatGeneration]) -> ChatGeneration:
+async def prepare(serving: Serving, body: Any, kind: Callable[..., ChatGeneration]) -> ChatGeneration:
     """The request on its way to the engine. RequestError for what is wrong with it."""
     context, most = serving.info.max_model_len, serving.args.max_logprobs
     top, limit, name = body.top_logprobs, body.max_completion_tokens, "max_completion_tokens"
@@ -66,12 +68,26 @@ def tool_choice(body: Any) -> ToolChoice:
     require(tools, param, f"{param} needs tools to choose from")
     if choice == "required":
         return ToolChoice(tools, forced=True)
-    function = choice.get("function") if param == "tool_choice" else choice
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+        require(mode in ("auto", "required"), param, f"{param}.allowed_tools.mode: expected auto or required")
+        require(isinstance(listed, list) and listed, param, f"{param}.allowed_tools.tools: expected a list of functions")
+        names = {_chosen(item, tools, param).name for item in listed or ()}
+        body.tools = [tool for tool in body.tools if tool["function"]["name"] in names]  # the others are not even shown
+        return ToolChoice([tool for tool in tools if tool.name in names], forced=mode == "required")
+    named = choice if param == "tool_choice" else {"function": choice}
+    return ToolChoice([_chosen(named, tools, param)], forced=True, named=True)
+
+
+def _chosen(named: Any, tools: list[Tool], param: str) -> Tool:
+    """The one of `tools` that `named`, such as {"type": "function", "function": {"name": ...}}, means."""
+    function = named.get("function") if isinstance(named, dict) and named.get("type", "function") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    require(choice.get("type", "function") == "function" and isinstance(name, str), param, f"{param}: expected a function's name")
-    chosen = [tool for tool in tools if tool.name == name]
-    require(chosen, param, f"{param}: there is no function called {name!r} among the tools")
-    return ToolChoice(chosen, forced=True, named=True)
+    require(isinstance(name, str), param, f"{param}: expected a function's name")
+    found = [tool for tool in tools if tool.name == name]
+    require(found, param, f"{param}: there is no function called {name!r} among the tools")
+    return found[0]
 
 
 class ChatGeneration(Generation):
@@ -101,7 +117,14 @@ class ChatGeneration(Generation):
             reasoning = None
         details = reasoning, thinks, tools, choice.tools, parallel
         self._parsers = defaultdict[int, ReplyParser](lambda: ReplyParser(*details))  # by choice
+        self._thoughts = defaultdict[int, ThoughtCounter](lambda: ThoughtCounter(thinks, serving.tokenizer.token_bytes))
         super().__init__(serving, body, [ids], params, grammar, serving.marks if tools or reasoning else frozenset())
+
+    def _usage(self) -> Any:
+        usage, outputs = super()._usage(), self._prompts[0].outputs
+        thought = sum(self._thoughts[output.index].count(output.token_ids) for output in outputs)
+        usage.completion_tokens_details = p.ReasoningTokens(reasoning_tokens=thought)
+        return usage
 
     def parts(self, piece: Piece) -> list[Piece]:
         """The first chunk of a choice says the role and nothing else; one that would say nothing is not sent."""
@@ -151,7 +174,7 @@ class ChatGeneration(Generation):
         return choice
 
     def _logprobs(self, piece: Piece) -> Any:
-        return _chat_logprobs(piece, self.body.top_logprobs or 0, self.tokenizer) if self.body.logprobs else None
+        return chat_logprobs(piece, self.body.top_logprobs or 0, self.tokenizer) if self.body.logprobs else None
 
 
 def _thought(reply: ReplyDelta) -> dict[str, str | None]:
@@ -165,7 +188,7 @@ def _call(delta: CallDelta, whole: bool) -> Any:
     return p.ToolCall(index=None if whole else delta.index, id=delta.id, type=kind, function=function)
 
 
-def _chat_logprobs(piece: Piece, count: int, tokenizer: Tokenizer) -> Any:
+def chat_logprobs(piece: Piece, count: int, tokenizer: Tokenizer) -> Any:
     """Of the tokens of a piece, with the `count` most likely ones at each position."""
     content = []
     for token_id, row in zip(piece.token_ids, piece.logprobs, strict=True):

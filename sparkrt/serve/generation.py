@@ -187,18 +187,19 @@ class Generation(ABC):
 
     async def _events(self, request: Request) -> AsyncGenerator[list[Any]]:
         """An error after the first byte cannot change the status any more: it is sent as an event."""
-        options = self.body.stream_options or StreamOptions()
         try:
             async with self._watched(request):
+                if events := self.opening():
+                    yield events
                 async for pieces in self._pieces(self._serving.args.stream_interval):
                     if events := [event for piece in pieces for part in self.parts(piece) for event in self.chunks(part)]:
                         yield events
-            if options.include_usage:
-                yield [self.write([], True, usage=self._usage(), **self._head)]
+            if events := await self.closing():
+                yield events
         except ClientDisconnect:
             pass
         except Exception as error:
-            yield [self.describe(error)[0]]
+            yield self.failure(error)
 
     async def _pieces(self, interval: int | None) -> AsyncGenerator[list[Piece]]:
         """What became visible, as it comes: each choice's last piece has a finish_reason. Raises what `close` was given."""
@@ -224,6 +225,19 @@ class Generation(ABC):
         cached = CachedTokens(cached_tokens=sum(p.num_cached_tokens for p in self._prompts))
         total = prompt + completion
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
+
+    def opening(self) -> list[Any]:
+        """What is sent before there is any token."""
+        return []
+
+    async def closing(self) -> list[Any]:
+        """What is sent after the last piece."""
+        options = self.body.stream_options or StreamOptions()
+        return [self.write([], True, usage=self._usage(), **self._head)] if options.include_usage else []
+
+    def failure(self, error: Exception) -> list[Any]:
+        """What is sent instead, when something goes wrong on the way."""
+        return [self.describe(error)[0]]
 
     def parts(self, piece: Piece) -> list[Piece]:
         """What is sent of a piece, a chunk each; perhaps nothing."""

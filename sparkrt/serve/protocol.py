@@ -75,7 +75,9 @@ _MORE: Object = {"stop_reason": str | int, "token_ids": list[int]}
 _TOKEN: Object = {"token": str, "logprob": float, "bytes": list[int]}
 
 CachedTokens = _struct("PromptTokensDetails", cached_tokens=int)
-Usage = _struct("Usage", prompt_tokens=int, completion_tokens=int, total_tokens=int, prompt_tokens_details=CachedTokens)
+ReasoningTokens = _struct("CompletionTokensDetails", reasoning_tokens=int)  # of thinking, its tags included
+_COUNTS: Object = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int, "prompt_tokens_details": CachedTokens}
+Usage = _struct("Usage", {"completion_tokens_details": ReasoningTokens}, **_COUNTS)
 _SCORED: Object = {"text_offset": list[int], "token_logprobs": list[float | None], "tokens": list[str]}
 CompletionLogprobs = _struct("CompletionLogprobs", **_SCORED, top_logprobs=list[dict[str, float] | None])
 CompletionChoice = _struct("CompletionChoice", _MORE | _PROMPT, **_CHOICE, text=str, logprobs=CompletionLogprobs | None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparkrt.text.incoming import BLANK, Incoming, Reading, Sink, Trimmed
 
 BEGIN, END = "<think>", "</think>"
+_BEGIN, _END = BEGIN.encode(), END.encode()
 PARSERS = ("qwen3", "deepseek_r1")
 
 
@@ -43,6 +45,30 @@ class ReasoningFormat:
             return
         yield from source.until((END,), Trimmed(think, both=True))
         yield from source.take(BLANK)
+
+
+class ThoughtCounter:
+    """How many of an answer's tokens are thinking, its tags included. Tokens may come in pieces; `thinks`: see above."""
+
+    def __init__(self, thinks: bool | None, token_bytes: Callable[[int], bytes]) -> None:
+        self.open = thinks is not False  # more may come
+        self._thinks, self._token_bytes = thinks, token_bytes
+        self._seen = self._count = 0
+        self._text = b""  # all of it until it is known whether it is thinking, then what may begin the closing tag
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Of `token_ids`, all there are so far."""
+        while self.open and self._seen < len(token_ids):
+            self._text += self._token_bytes(token_ids[self._seen])
+            self._seen += 1
+            begun = self._text.lstrip()
+            if self._thinks is None and len(begun) >= len(_BEGIN):
+                self._thinks = self.open = begun.startswith(_BEGIN)
+            if self._thinks:
+                self._count = self._seen
+                self.open = _END not in self._text
+                self._text = self._text[-len(_END) :]
+        return self._count
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:

@@ -13,28 +13,40 @@ from sparkrt.text.tools.calls import Call, CallDelta, Tool, ToolFormat
 
 @dataclass(slots=True)
 class ReplyDelta:
-    """What an answer gained, in this order."""
+    """What an answer gained: thinking, then text and calls in the order they came."""
 
     reasoning: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    parts: list[str | CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.reasoning or self.parts)
 
-    def gain(self, call: CallDelta) -> None:
-        """What comes of one call at once is told at once."""
-        if call.id is None and self.calls and self.calls[-1].index == call.index:
-            self.calls[-1].arguments += call.arguments
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    def gain(self, part: str | CallDelta) -> None:
+        """What comes of one text or call at once is told at once."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, str):
+            if isinstance(last, str):
+                self.parts[-1] = last + part
+            elif part:
+                self.parts.append(part)
+        elif isinstance(last, CallDelta) and part.id is None and last.index == part.index:
+            last.arguments += part.arguments
         else:
-            self.calls.append(call)
+            self.parts.append(part)
 
     def add(self, other: ReplyDelta) -> None:
         """What came right after."""
         self.reasoning += other.reasoning
-        self.content += other.content
-        for call in other.calls:
-            self.gain(call)
+        for part in other.parts:
+            self.gain(part)
 
 
 class ReplyParser:
@@ -90,7 +102,7 @@ class ReplyParser:
         self._delta.reasoning += text
 
     def _say(self, text: str) -> None:
-        self._delta.content += text
+        self._delta.gain(text)
 
     def say(self, text: str) -> None:
         self._content(text)

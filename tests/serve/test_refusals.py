@@ -109,7 +109,10 @@ def test_fields_of_chat(tiny: Server) -> None:
     assert refused(tiny, CHAT, "tools", [{"type": "function"}]) == "tools[0].function"
     assert refused(tiny, CHAT, "functions", [{"name": "f", "parameters": 5}]) == "functions[0].function.parameters"
     tools = [{"type": "function", "function": {"name": "g"}}]
-    for choice in (named, {"type": "function"}, {"type": "allowed_tools"}, {}, {"type": "function", "function": {"name": 5}}):
+    some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    listed = [{**some, "mode": "any"}, {**some, "tools": []}, {**some, "tools": [*some["tools"], named]}, {}, 5]
+    allowed = [{"type": "allowed_tools", "allowed_tools": value} for value in listed]
+    for choice in (named, {"type": "function"}, *allowed, {}, {"type": "function", "function": {"name": 5}}):
         assert tiny.post(CHAT, {"messages": USER, "tools": tools, "tool_choice": choice}, 400)["param"] == "tool_choice"
     both = {"messages": USER, "guided_regex": "a", "guided_choice": ["a"]}
     assert tiny.post(CHAT, both, 400)["param"] == "guided_choice"

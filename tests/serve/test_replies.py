@@ -94,6 +94,16 @@ def test_no_tools_no_calls(echo: Server) -> None:
     assert (prose["content"], prose["tool_calls"], prose["finish_reason"]) == ("Just <b>text</b>.\n", [], "stop")
 
 
+def test_some_of_the_tools(echo: Server) -> None:
+    """`allowed_tools`: the prompt shows no others, and what is not on offer is no call that must be made."""
+    listed = [{"type": "function", "function": {"name": "g"}}]
+    choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
+    only = {"messages": [{"role": "user", "content": f"⟪{CALLS}⟫"}], "tools": TOOLS[1:], "max_tokens": 999}
+    some = {**only, "tools": TOOLS, "tool_choice": choice}
+    assert echo.post(CHAT, some)["usage"]["prompt_tokens"] == echo.post(CHAT, only)["usage"]["prompt_tokens"]
+    assert len(ask(echo, CALLS, tools=TOOLS, tool_choice=choice)["tool_calls"]) == 2
+
+
 def test_one_call_at_most(echo: Server) -> None:
     """T15"""
     found = ask(echo, CALLS, tools=TOOLS, parallel_tool_calls=False)
@@ -133,6 +143,17 @@ def test_thinking_opened_by_the_prompt(echo: Server) -> None:
     assert (found["reasoning"], found["content"], found["finish_reason"]) == ("So, 你好.", "Yes.", "stop")
     cut = ask(echo, script, **on, max_tokens=3)
     assert (cut["reasoning"], cut["content"], cut["finish_reason"]) == ("So,", "", "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_thinking_are_counted(echo: Server, stream: bool) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": f"⟪{SCRIPT}⟫"}], "max_tokens": 999, "n": 2}
+    if stream:
+        usage = echo.stream(CHAT, **body, stream_options={"include_usage": True})[-1]["usage"]
+    else:
+        usage = echo.post(CHAT, body)["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * len(THOUGHT.strip().encode())}
+    assert usage["completion_tokens"] == 2 * (len(SCRIPT.encode()) + 1)
 
 
 def test_stop_strings_beside_thinking(echo: Server) -> None:

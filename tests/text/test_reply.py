@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkrt.errors import RequestError
-from sparkrt.text.reasoning import ReasoningFormat, reasoning_format
-from sparkrt.text.reply import ReplyParser
+from sparkrt.text.reasoning import ReasoningFormat, ThoughtCounter, reasoning_format
+from sparkrt.text.reply import ReplyDelta, ReplyParser
 from sparkrt.text.tools import FORMATS, tool_format
 from sparkrt.text.tools.calls import read_tools
 from tests.text.inputs import need
@@ -57,6 +57,14 @@ def parsed(parser: ReplyParser, pieces: Sequence[str], cut: bool = False) -> Fou
         calls[delta.index][1] += delta.arguments
     assert len(ids) == len(calls) == parser.calls
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), [(n, a) for n, a in calls]
+
+
+def order(parser: ReplyParser, pieces: Sequence[str]) -> list[str | None]:
+    """Its texts, and the names of its calls, in the order they came."""
+    whole = ReplyDelta()
+    for delta in [*map(parser.feed, pieces), parser.flush(cut=False)]:
+        whole.add(delta)
+    return [part if isinstance(part, str) else part.name for part in whole.parts]
 
 
 def read(name: str, text: str, **options: Any) -> Found:
@@ -167,6 +175,12 @@ def test_formats(name: str, text: str, content: str, calls: list[tuple[str, str]
     assert read(name, text) == ("", content, [*map(tuple, calls)])
 
 
+def test_text_between_calls() -> None:
+    call = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+    parser = ReplyParser(tools=tool_format("qwen3_coder", ""), offered=TOOLS)
+    assert order(parser, [f"One {call}two {call} three"]) == ["One", "f", "two", "f", " three"]
+
+
 def test_one_call_only() -> None:
     """T15"""
     two = "<tool_call>\n<function=f>\n</function>\n</tool_call>" * 2
@@ -188,6 +202,26 @@ def test_one_call_only() -> None:
 )
 def test_reasoning(implied: bool, thinks: bool | None, text: str, reasoning: str, content: str) -> None:
     assert parsed(ReplyParser(ReasoningFormat(implied), thinks), [text]) == (reasoning, content, [])
+
+
+@pytest.mark.parametrize(
+    ("thinks", "text", "thought"),
+    [
+        (None, "<think>\nso</think>\nYes.", "<think>\nso</think>"),
+        (None, "\n<think>so", "\n<think>so"),
+        (None, "<thin", ""),
+        (None, "Yes <think>no</think>", ""),
+        (True, "so < and </ and</think>Yes</think>", "so < and </ and</think>"),
+        (True, "so", "so"),
+        (False, "<think>so</think>", ""),
+    ],
+)
+def test_counting_thoughts(thinks: bool | None, text: str, thought: str) -> None:
+    """Of tokens that are bytes here; whether they are counted once or as they come."""
+    ids = list(text.encode())
+    counter, at_once = (ThoughtCounter(thinks, lambda i: bytes([i])) for _ in range(2))
+    assert [counter.count(ids[:n]) for n in range(len(ids) + 1)][-1] == len(thought)
+    assert at_once.count(ids) == len(thought)
 
 
 def test_what_prompts_say_of_thinking() -> None:
@@ -224,6 +258,7 @@ def test_pieces_do_not_matter(name: str, thinks: bool | None, data: st.DataObjec
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parsed(parser(), pieces) == whole
     assert parsed(parser(), list(text)) == whole
+    assert order(parser(), [text]) == order(parser(), pieces)
     for _, found in whole[2]:
         assert isinstance(json.loads(found), dict)
     short = text[: data.draw(st.integers(0, len(text)))]
