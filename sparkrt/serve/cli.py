@@ -9,24 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from sparkrt.engine.config import (
-    BLOCK_SIZES,
-    DEVICES,
-    DTYPES,
-    LOAD_FORMATS,
-    SCHEDULING_POLICIES,
-    EngineConfig,
-    load_engine,
-    load_text,
-)
+from sparkrt.engine.config import EngineConfig, load_engine, load_text
+from sparkrt.engine.flags import BUNDLED, RULES, Parser, add_engine, add_model, checked, positive, seconds, take_engine
 from sparkrt.engine.params import MAX_LOGPROBS
-from sparkrt.errors import LoadError
 from sparkrt.text.reasoning import PARSERS
 from sparkrt.text.tools import FORMATS
 
@@ -39,10 +29,6 @@ _USAGE = """usage: sparkrt COMMAND ...
 commands:
   serve    serve a model over the OpenAI API (sparkrt serve --help)
   info     say what this machine has, and what is missing to use its GPU"""
-BUNDLED = "sparkrt-tiny"
-ENGINE_OPTIONS = {option.name for option in fields(EngineConfig)}
-_DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_ONLY = {"tensor_parallel_size": "1", "kv_cache_dtype": "auto"}  # all there is yet
 
 # flag → (whether it takes a value, why it does nothing here)
 WITHOUT_EFFECT = {
@@ -80,12 +66,6 @@ class ServeArgs:
     without_effect: list[str] = field(default_factory=list)  # flags that were given
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 what was asked for cannot be served, 2 the command line is wrong."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
@@ -112,42 +92,28 @@ def parse(argv: list[str]) -> ServeArgs:
     """Exits 2 with one line on stderr when `argv` is wrong."""
     parser = _build()
     options = vars(parser.parse_args(argv))
-    typed, named = options.pop("model", None), options.pop("model_option", None)
-    if typed and named and typed != named:
-        parser.error(f"two models named: {typed} and {named}")
     if more := options.pop("api_key_file", []):
         options["api_keys"] = [*options.get("api_keys", []), *more]
     if not all(key.strip() for key in options.get("api_keys", [])):
         parser.error("--api-key: a key must not be empty")
-    for name, only in _ONLY.items():
-        if (value := options.pop(name, only)) != only:
-            parser.error(f"--{name.replace('_', '-')} {value}: only {only} is supported yet")
-    if (dtype := options.get("dtype")) in _DTYPE_ALIASES:
-        options["dtype"] = _DTYPE_ALIASES[dtype]
-    engine = {name: options.pop(name) for name in ENGINE_OPTIONS & options.keys()}
-    try:
-        model = typed or named or BUNDLED
-        return ServeArgs(engine=EngineConfig(model=typed or named, **engine), **{"model": model, "names": [model], **options})
-    except LoadError as error:  # it begins with the option's name; here it is a flag
-        name, _, rest = str(error).partition(" ")
-        parser.error(f"--{name.replace('_', '-')} {rest}" if name.rstrip(":") in ENGINE_OPTIONS else str(error))
+    engine = take_engine(options, parser)
+    model = engine.model or BUNDLED
+    return ServeArgs(engine=engine, **{"model": model, "names": [model], **options})
 
 
-def _build() -> argparse.ArgumentParser:
-    rules: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
-    parser = _Parser("sparkrt serve", description="Serve a model over the OpenAI API.", **rules)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"folder, GGUF file or hub id (default: the bundled {BUNDLED})")
-    parser.add_argument("--model", "--model-path", dest="model_option", metavar="MODEL", help="the same, as a flag")
+def _build() -> Parser:
+    parser = Parser("sparkrt serve", description="Serve a model over the OpenAI API.", **RULES)
+    add_model(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     add("--port", type=_port, help="port (default: 8000; 0 picks a free one and prints it)")
     add("--served-model-name", dest="names", nargs="+", metavar="NAME", help="names the model answers to; the first is echoed")
-    add("--stream-interval", type=_positive, metavar="N", help="tokens per streamed chunk (default: 1)")
+    add("--stream-interval", type=positive, metavar="N", help="tokens per streamed chunk (default: 1)")
     add("--max-logprobs", type=_logprobs, metavar="N", help=f"most alternatives of a token (default: {MAX_LOGPROBS})")
     add("--allowed-origins", type=_strings, metavar="JSON", help="CORS origins, for example '[\"*\"]' (default: none)")
     add("--api-key", dest="api_keys", nargs="+", metavar="KEY", help="keys that requests must bring one of (default: none)")
     add("--api-key-file", type=_keys, metavar="FILE", help="a file of more of them, one a line; other users cannot see it in ps")
-    add("--shutdown-timeout", type=_seconds, metavar="S", help="seconds that running requests get at the end (default: 5)")
+    add("--shutdown-timeout", type=seconds, metavar="S", help="seconds that running requests get at the end (default: 5)")
     add("--enable-log-requests", action="store_true", help="log a line per request (never its prompt)")
     add("--disable-log-stats", action="store_true", help="no line of throughput every 10 s")
     add("--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"))
@@ -163,29 +129,7 @@ def _build() -> argparse.ArgumentParser:
     add("--reasoning-parser", choices=("auto", "none", *PARSERS), help="how thinking is marked (default: as in the template)")
     add("--generation-config", metavar="WHERE", help="sampling defaults: auto (the model's), vllm (none) or a folder")
     add("--override-generation-config", type=_object, metavar="JSON", help="for example '{\"temperature\": 0.5}'")
-    add = parser.add_argument_group("engine").add_argument
-    add("--device", choices=DEVICES)
-    add("--dtype", choices=(*DTYPES, *_DTYPE_ALIASES))
-    add("--load-format", choices=LOAD_FORMATS, help="dummy: random weights from the configuration alone")
-    add("--max-model-len", "--context-length", metavar="N", help="tokens; 32k works; auto or -1: as many as fit")
-    add("--max-num-seqs", "--max-running-requests", metavar="N", help="sequences that run at once")
-    add("--max-num-batched-tokens", "--chunked-prefill-size", metavar="N", help="tokens per step")
-    add("--block-size", "--page-size", type=int, choices=BLOCK_SIZES, help="tokens per KV page")
-    add("--num-gpu-blocks-override", metavar="N", help="KV pages, instead of what memory allows")
-    add("--gpu-memory-utilization", "--mem-fraction-static", type=_number, metavar="F", help="share of GPU memory to use")
-    add("--kv-cache-memory-bytes", metavar="N", help="bytes for the KV cache; 2G works")
-    add("--seed", type=_seed, help="seed of seeds, and of dummy weights")
-    add("--enforce-eager", action="store_true", help="no graphs")
-    add("--batch-invariant", action="store_true", help="one reduction order whatever the batch")
-    add("--nvtx", action="store_true", help="name layers and operators for a profiler (with --enforce-eager)")
-    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="launch a step before the last is read")
-    add("--tensor-parallel-size", "-tp", "--tp-size", metavar="N", help="1 is all there is yet")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="begin prompts where earlier ones end")
-    add("--state-cache-slots", metavar="N", help="snapshots of recurrent state for that (default: half as many as sequences)")
-    add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")
-    add("--max-num-queued-reqs", type=_natural, metavar="N", help="answer 503 when more sequences wait (default: no limit)")
-    add("--request-timeout", type=_seconds, metavar="S", help="seconds until a request ends with an error (default: no limit)")
-    add("--kv-cache-dtype", metavar="DTYPE", help="auto is all there is yet")
+    add_engine(parser)
     add = parser.add_argument_group("accepted, without effect").add_argument
     for flag, (takes_value, why) in WITHOUT_EFFECT.items():  # the flag itself is remembered
         given: dict[str, Any] = {"action": "append_const", "const": flag}
@@ -193,20 +137,6 @@ def _build() -> argparse.ArgumentParser:
             given = {"action": "append", "type": lambda _, flag=flag: flag, "metavar": "X"}
         add(flag, dest="without_effect", help=why, **given)
     return parser
-
-
-def _checked(read: Callable[[str], Any], accepts: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """A converter that says "'x' is not `what`"."""
-
-    def convert(text: str) -> Any:
-        try:
-            if accepts(value := read(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-    return convert
 
 
 def _keys(path: str) -> list[str]:
@@ -226,12 +156,7 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
-_port = _checked(int, lambda n: 0 <= n < 2**16, "a port (0 to 65535)")
-_positive = _checked(int, lambda n: 1 <= n < 2**31, "a whole number of at least 1")
-_natural = _checked(int, lambda n: 0 <= n < 2**31, "a whole number of at least 0")
-_logprobs = _checked(int, lambda n: 0 <= n <= MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")
-_seed = _checked(int, lambda n: -(2**63) <= n < 2**63, "a whole number of 64 bits")
-_number = _checked(float, lambda x: True, "a number")
-_seconds = _checked(float, lambda x: 0 <= x <= 86400, "a number of seconds (0 to 86400)")
-_object = _checked(_json, lambda value: isinstance(value, dict), "a JSON object")
-_strings = _checked(_json, lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a JSON list of strings")
+_port = checked(int, lambda n: 0 <= n < 2**16, "a port (0 to 65535)")
+_logprobs = checked(int, lambda n: 0 <= n <= MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")
+_object = checked(_json, lambda value: isinstance(value, dict), "a JSON object")
+_strings = checked(_json, lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a JSON list of strings")

@@ -19,8 +19,9 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from sparkrt.engine.config import Progress
+from sparkrt.engine.flags import ENGINE_OPTIONS
 from sparkrt.errors import LoadError, SparkrtError
-from sparkrt.serve.cli import ENGINE_OPTIONS, VERSION, WITHOUT_EFFECT, ServeArgs
+from sparkrt.serve.cli import VERSION, WITHOUT_EFFECT, ServeArgs
 from sparkrt.serve.engine import SIGNALS, EngineClient, Loader
 
 if TYPE_CHECKING:
