@@ -34,8 +34,8 @@ class Running:
 
 
 class FakeEngine:
-    """Words of a prompt that do something: REFUSE and FULL when it is added, FAIL, BREAK, RAISE and HANG at its third token,
-    FOREVER instead of ending.
+    """Words of a prompt that do something: REFUSE and FULL when it is added, FAIL, LATE, BREAK, RAISE and HANG at its third
+    token, FOREVER instead of ending.
     """
 
     grammars = None
@@ -82,6 +82,10 @@ class FakeEngine:
                 raise ZeroDivisionError("a bug")
             if "HANG" in running.prompt:
                 time.sleep(3600)
+            if "LATE" in running.prompt:
+                del self._running[request.request_id]
+                why = "the request was not done within 1 s"
+                return EngineOutput(request_id=request.request_id, finish_reason="timeout", error=why)
             if "FAIL" in running.prompt:
                 del self._running[request.request_id]
                 return EngineOutput(request_id=request.request_id, finish_reason="error", error="ValueError: hidden words")
