@@ -59,8 +59,8 @@ def wanted() -> bool:
 
 
 def architectures() -> list[str]:
-    """What to compile for: SPARKRT_CUDA_ARCHS, else the GPUs of this machine, else 90a."""
-    asked = re.findall(r"\d+[af]?", os.environ.get("SPARKRT_CUDA_ARCHS", ""))
+    """What to compile for: SPARKRT_CUDA_ARCHS, else the GPUs of this machine, else 90a. For 90 it is 90a, whose wgmma is used."""
+    asked = [{"90": "90a"}.get(a, a) for a in re.findall(r"\d+[af]?", os.environ.get("SPARKRT_CUDA_ARCHS", ""))]
     return list(dict.fromkeys(asked)) or local_architectures() or [DEFAULT_ARCH]
 
 

@@ -77,7 +77,7 @@ def _experts(tokens: int, experts: int, k: int, hidden: int = 2048, width: int =
         weights = rng.dirichlet(np.ones(k), tokens).astype(np.float32)
         x = rng.standard_normal((tokens, hidden), np.float32)
         workspace = np.zeros(workspace_words(tokens, k, experts, hidden, width, 4), np.uint32)
-        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights, workspace]
+        return [np.empty((tokens, hidden), np.float32), x, gate_up, down, ids, weights, workspace, 0]
 
     return replace(case, make=make)
 
@@ -122,7 +122,7 @@ def model_cases() -> dict[str, list[Case]]:
             if not (n >= 100_000 and t > 128) and not (t in (8, 32) and n < 2048)
         ],
         "moe_experts": [
-            *(_experts(t, 256, 8) for t in (1, 4, 8, 32, 128, 1024, 8192)),
+            *(_experts(t, 256, 8) for t in (1, 4, 8, 32, 128, 512, 1024, 4096, 8192)),
             *(_experts(t, 512, 10) for t in (1, 8, 128)),
         ],
     }

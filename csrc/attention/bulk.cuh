@@ -3,8 +3,8 @@
 // It writes shared tiles as blocks of 8 rows: 64 columns of each (128 bytes a row, 1 KB), then the next 64, then the next 8 rows;
 // inside a KB, the 16-byte chunk c of row r lies at c ^ r (the 128-byte swizzle): no two of 8 rows' chunks meet in a bank.
 //
-// defines: spark::attn::{tile_chunk, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, prefetch_map,
-//          fence_async_proxy}
+// defines: spark::attn::{tile_chunk, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, load_box,
+//          prefetch_map, fence_async_proxy}
 #pragma once
 
 #include <cuda.h>
@@ -64,6 +64,15 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, i
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3}], [%4];" ::
             "r"(to),
         "l"(map), "r"(0), "r"(rows8), "r"(barrier)
+        : "memory");
+#endif
+}
+// The box of a plain matrix whose first element is (row, column).
+__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, int row, int column, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 #endif
 }

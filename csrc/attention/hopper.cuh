@@ -87,6 +87,14 @@ __device__ __forceinline__ void wgmma_ss<bf16, 16>(float (&d)[16][4], uint64_t a
         : "l"(a), "l"(b), "r"(add));
 }
 template <>
+__device__ __forceinline__ void wgmma_ss<bf16, 32>(float (&d)[32][4], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " SPARK_WGMMA_D128 "%128, %129, p, 1, 1, 0, 0;\n\t}"
+        : SPARK_ACC8(0), SPARK_ACC8(8), SPARK_ACC8(16), SPARK_ACC8(24)
+        : "l"(a), "l"(b), "r"(add));
+}
+template <>
 __device__ __forceinline__ void wgmma_rs<bf16, 16>(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
@@ -120,6 +128,14 @@ __device__ __forceinline__ void wgmma_ss<f16, 16>(float (&d)[16][4], uint64_t a,
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " SPARK_WGMMA_D64 "%64, %65, p, 1, 1, 0, 0;\n\t}"
         : SPARK_ACC8(0), SPARK_ACC8(8)
+        : "l"(a), "l"(b), "r"(add));
+}
+template <>
+__device__ __forceinline__ void wgmma_ss<f16, 32>(float (&d)[32][4], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " SPARK_WGMMA_D128 "%128, %129, p, 1, 1, 0, 0;\n\t}"
+        : SPARK_ACC8(0), SPARK_ACC8(8), SPARK_ACC8(16), SPARK_ACC8(24)
         : "l"(a), "l"(b), "r"(add));
 }
 template <>

@@ -2,13 +2,15 @@
 //
 // By pairs (tokens * k): up to 8 tokens two kernels, each listing the pairs by expert itself; up to 16 pairs an expert on average
 // a sort, the two streaming kernels and the sum over choices; above that the same with tiles of 64 pairs. A token has the same
-// bits on all three ways. Floors on an H200 for 256 experts of 512 x 2048, 8 a token, at 4.2 TB/s: 1 token 50 MB 12.0 us, 8
-// tokens 361 MB (57 experts) 86, 128 tokens 1.58 GB 377; 8192 tokens 412 GFLOP, 520 us at 793 TFLOP/s, and 335 MB of results in
-// between, written and read, 160. Weights of an expert are read once unless it has more than 32 (in tiles: 64) pairs.
+// bits on all three ways; not on the fourth, for more than 256 tokens on sm_90a, which `invariant` excludes. Floors on an H200
+// for 256 experts of 512 x 2048, 8 a token, at 4.2 TB/s: 1 token 50 MB 12.0 us, 8 tokens 361 MB (57 experts) 86, 128 tokens 1.58
+// GB 377; 8192 tokens 412 GFLOP, 520 us at 793 TFLOP/s, and 335 MB of results in between, written and read, 160. Weights of an
+// expert are read once unless it has more than 32 (in tiles: 64) pairs.
 #include "common/dispatch.h"
 #include "common/pdl.h"
 #include "linear/gpu.h"
 #include "moe/experts.cuh"
+#include "moe/experts_hopper.cuh"
 #include "moe/generic.cuh"
 
 namespace {
@@ -18,6 +20,7 @@ using namespace spark;
 constexpr int kFewTokens = 8;
 constexpr int kTileColumns = 64;
 constexpr int kStreamAverage = 16;  // pairs an expert, up to which the streaming kernels run
+constexpr int kManyTokens = 256;    // from which on a row may have other bits than alone
 
 int64_t whole(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -45,6 +48,7 @@ struct Call {
     const float* shares;
     unsigned char* workspace;
     Sizes n;
+    bool invariant;
     cudaStream_t stream;
 
     int pairs() const { return n.tokens * n.top_k; }
@@ -93,17 +97,52 @@ int tile_products(const Call<T>& c, const Sorted& sorted, T* act, T* y) {
     return up != cudaSuccess ? up : launch(down_tile_kernel<T>, c.n.hidden, Shape::kM, y, act, c.down);
 }
 
+// Whether the grouped product by wgmma serves this call.
+template <typename T>
+bool by_wgmma(const Call<T>& c) {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major == 9 && !c.invariant && c.n.tokens > kManyTokens && c.n.hidden % HopperTile::kRows == 0 &&
+           c.n.width % (HopperTile::kRows / 2) == 0;
+}
+
+template <typename T>
+int wgmma_products(const Call<T>& c, const Sorted& sorted, T* act, T* y) {
+    constexpr bool kBf16 = std::is_same_v<T, bf16>;
+    const int64_t experts = c.n.experts;
+    CUtensorMap gate_up{}, down{}, inputs{};
+    if (!attn::matrix_map(gate_up, c.gate_up, experts * 2 * c.n.width, c.n.hidden, HopperTile::kRows / 2, kBf16) ||
+        !attn::matrix_map(down, c.down, experts * c.n.hidden, c.n.width, HopperTile::kRows / 2, kBf16) ||
+        !attn::matrix_map(inputs, act, c.pairs(), c.n.width, HopperTile::kPairs, kBf16))
+        return kUnsupported;
+    const dim3 grid(current_gpu().multiprocessors), block(HopperTile::kThreads);
+    const auto up = grouped_kernel<T, true>, out = grouped_kernel<T, false>;
+    if (const cudaError_t status = allow_shared(up, HopperTile::kBytes)) return status;
+    if (const cudaError_t status = allow_shared(out, HopperTile::kBytes)) return status;
+    const int status = launch_pdl(up, grid, block, HopperTile::kBytes, c.stream, gate_up, inputs, act, c.x, sorted, c.n);
+    if (status != cudaSuccess) return status;
+    return launch_pdl(out, grid, block, HopperTile::kBytes, c.stream, down, inputs, y, nullptr, sorted, c.n);
+}
+
 template <typename T>
 int run_many(const Call<T>& c, const Layout& layout) {
-    const bool tiles = c.pairs() > static_cast<int64_t>(kStreamAverage) * c.n.experts;
+    const bool tiles = c.pairs() > static_cast<int64_t>(kStreamAverage) * c.n.experts, wgmma = by_wgmma(c);
     T *act = reinterpret_cast<T*>(c.workspace + layout.act), *y = reinterpret_cast<T*>(c.workspace + layout.y);
     const Sorted sorted{reinterpret_cast<int*>(c.workspace), reinterpret_cast<int4*>(c.workspace + layout.segment),
                         reinterpret_cast<int*>(c.workspace + layout.pair)};
     const int warps = sort_warps(c.n.experts), shared = warps * c.n.experts * 4;
     if (const cudaError_t status = allow_shared(sort_pairs_kernel, shared)) return status;
-    int status = launch_pdl(sort_pairs_kernel, dim3(1), dim3(kSortThreads), shared, c.stream, sorted, c.ids, c.pairs(),
-                            c.n.experts, tiles ? kTileColumns : ManyColumns::kColumns, warps);
-    if (status == cudaSuccess) status = tiles ? tile_products(c, sorted, act, y) : stream_products(c, sorted, act, y);
+    int status =
+        launch_pdl(sort_pairs_kernel, dim3(1), dim3(kSortThreads), shared, c.stream, sorted, c.ids, c.pairs(), c.n.experts,
+                   wgmma   ? HopperTile::kPairs
+                   : tiles ? kTileColumns
+                           : ManyColumns::kColumns,
+                   warps);
+    if (status != cudaSuccess) return status;
+    status = wgmma   ? wgmma_products(c, sorted, act, y)
+             : tiles ? tile_products(c, sorted, act, y)
+                     : stream_products(c, sorted, act, y);
     if (status != cudaSuccess) return status;
     const int64_t threads = static_cast<int64_t>(c.n.tokens) * (c.n.hidden / 8);
     return launch_pdl(combine_kernel<T>, dim3(static_cast<unsigned>((threads + 255) / 256)), dim3(256), 0, c.stream, c.out, y,
@@ -123,11 +162,11 @@ int run_generic(const Call<T>& c, const Layout& layout) {
 }
 
 template <typename T>
-int run(const Args& a, const Sizes& n, cudaStream_t stream) {
+int run(const Args& a, const Sizes& n, bool invariant, cudaStream_t stream) {
     const Layout layout(n, sizeof(T));
     SPARK_CHECK(a.is(6, DType::u32, 1) && a.dim(6, 0) * 4 >= layout.bytes && a.vectors(6, 0, 1));
     const Call<T> c{a.ptr<T>(0), a.ptr<T>(1), a.ptr<T>(2), a.ptr<T>(3), a.ptr<int>(4), a.ptr<float>(5), a.ptr<unsigned char>(6),
-                    n,           stream};
+                    n,           invariant,   stream};
     if constexpr (sizeof(T) == 2) {
         const bool vectors =
             a.vectors(0, n.hidden, 2) && a.vectors(1, n.hidden, 2) && a.vectors(2, n.hidden, 2) && a.vectors(3, n.width, 2);
@@ -139,10 +178,10 @@ int run(const Args& a, const Sizes& n, cudaStream_t stream) {
 
 }  // namespace
 
-// (out[T,H] in/out, x[T,H], gate_up[E,2F,H], down[E,H,F], ids[T,k], weights[T,k], workspace)
+// (out[T,H] in/out, x[T,H], gate_up[E,2F,H], down[E,H,F], ids[T,k], weights[T,k], workspace, invariant = 0)
 SPARK_LAUNCHER(spark_moe_experts) {
     const spark::Args a(args, count);
-    SPARK_CHECK(count == 7 && a.given(0) && a.ndim(0) == 2 && a.is(1, a.dtype(0), 2));
+    SPARK_CHECK((count == 7 || count == 8) && a.given(0) && a.ndim(0) == 2 && a.is(1, a.dtype(0), 2));
     SPARK_CHECK(a.is(2, a.dtype(0), 3) && a.is(3, a.dtype(0), 3) && a.is(4, DType::i32, 2) && a.is(5, DType::f32, 2));
     const int64_t tokens = a.dim(0, 0), hidden = a.dim(0, 1), experts = a.dim(2, 0), width = a.dim(3, 2), k = a.dim(4, 1);
     SPARK_CHECK(a.dim(1, 0) == tokens && a.dim(1, 1) == hidden && a.dim(2, 1) == 2 * width && a.dim(2, 2) == hidden);
@@ -152,6 +191,6 @@ SPARK_LAUNCHER(spark_moe_experts) {
     if (tokens == 0) return cudaSuccess;
     const Sizes n{static_cast<int>(tokens), static_cast<int>(k), static_cast<int>(experts), static_cast<int>(hidden),
                   static_cast<int>(width)};
-    SPARK_DISPATCH_ACTIVATION(a.dtype(0), return run<T>(a, n, stream))
+    SPARK_DISPATCH_ACTIVATION(a.dtype(0), return run<T>(a, n, count == 8 && a.integer(7) != 0, stream))
     return kUnsupported;
 }

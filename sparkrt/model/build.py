@@ -164,7 +164,8 @@ class _Builder:
             for stack, more in zip((gate_up, down), shared_experts(c.intermediate_size, *parts), strict=True):
                 stack.append(more)
             router.append(f"{p}shared_gate")
-        experts = Experts(self.placer.matrix(gate_up, f"{p}gate_up"), self.placer.matrix(down, f"{p}down"))
+        stacks = self.placer.matrix(gate_up, f"{p}gate_up"), self.placer.matrix(down, f"{p}down")
+        experts = Experts(*stacks, self.options.batch_invariant)
         return MixtureOfExperts(c, self._linear(f"{p}router", *router), experts, shared)
 
     def state_dims(self) -> tuple[int, int, int, int]:

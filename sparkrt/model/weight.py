@@ -171,6 +171,7 @@ class Experts:
 
     gate_up: Weight
     down: Weight
+    batch_invariant: bool = False
     delta: Delta | None = None
 
     @property
@@ -187,7 +188,8 @@ class Experts:
         weights: DeviceArray,
         workspace: DeviceArray | None,
     ) -> None:
-        ctx.launch(MOE_EXPERTS, out, x, self.gate_up.payload, self.down.payload, ids, weights, workspace)
+        invariant = int(self.batch_invariant)
+        ctx.launch(MOE_EXPERTS, out, x, self.gate_up.payload, self.down.payload, ids, weights, workspace, invariant)
         if self.delta is not None:
             self.delta.add(ctx, out, x)
 

@@ -43,7 +43,14 @@ def router_topk_reference(weights: Array, ids: Array, logits: Array, top: int, r
 
 
 def experts_reference(
-    out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
+    out: Array,
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    ids: Array,
+    weights: Array,
+    workspace: Array | None = None,
+    invariant: int = 0,
 ) -> Array:
     out = out.copy()
     for token, (experts, shares) in enumerate(zip(ids, weights, strict=True)):
@@ -81,16 +88,25 @@ def router_topk(weights: Array, ids: Array, logits: Array, top: int, renormalize
 
 
 def moe_experts(
-    out: Array, x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, workspace: Array | None = None
+    out: Array,
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    ids: Array,
+    weights: Array,
+    workspace: Array | None = None,
+    invariant: int = 0,
 ) -> None:
     """Adds the chosen experts of each token, weighted, to the residual.
 
     out A [T, H] in/out ← x A [T, H], gate_up A [E, 2F, H] (gate rows first), down A [E, H, F], ids i32 [T, top],
-    weights f32 [T, top], workspace u32 [workspace_words(…) or more] (a device's; the host needs none)
+    weights f32 [T, top], workspace u32 [workspace_words(…) or more] (a device's; the host needs none), invariant
+    A row has the same bits in any company of up to 256 rows, with `invariant` in any.
     out += sum_j weights_j · down_e (silu(gate_e x) · (up_e x)), e = ids_j
     parity: T=1 E=8 top=2 H=64 F=16; T=37 E=8 top=2 H=64 F=24; T=5 E=32 top=3 H=48 F=16; T=8 E=12 top=4 H=264 F=136;
     T=9 E=40 top=4 H=320 F=200; T=150 E=12 top=1 H=72 F=40; T=200 E=8 top=2 H=136 F=72; T=5 E=4 top=2 H=20 F=12;
-    T=3000 E=96 top=4 H=256 F=128 uneven
+    T=3000 E=96 top=4 H=256 F=128 uneven; T=3000 E=96 top=4 H=256 F=128 uneven invariant; T=300 E=4 top=2 H=256 F=128;
+    T=261 E=3 top=3 H=512 F=256
     bench: T=1 E=8 top=2 H=256 F=64; T=16 E=8 top=2 H=256 F=64; T=512 E=8 top=2 H=256 F=64
     """
     # Rows are sorted by expert, each expert's run is one product, and a token's results are added in its own order of choice.

@@ -50,6 +50,8 @@ def test_rows_do_not_depend_on_their_company(backend: CudaBackend, op: Operator,
     total, by_row = len(args[0]), ROWS[op.name]
     if total < 2:
         pytest.skip("one row has no company")
+    if op.name == "moe_experts" and total > 256 and not args[7]:
+        pytest.skip("more rows than the declared threshold, and not asked to be invariant")
     types = types_of(op, args, dtypes.bfloat16)
     args = rounded(args, types)
 
