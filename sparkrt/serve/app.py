@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
@@ -26,6 +25,7 @@ from sparkrt.serve.completions import completions
 from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
 from sparkrt.serve.keys import KeyGuard
+from sparkrt.serve.openapi import document
 from sparkrt.serve.serving import Serving
 
 Handler = Callable[[Serving, Any, Request], Awaitable[Any]]
@@ -84,6 +84,10 @@ async def tokenize(serving: Serving, body: Any, request: Request) -> Any:
     return p.Tokens(count=len(ids), max_model_len=serving.info.max_model_len, tokens=ids, token_strs=names)
 
 
+async def openapi(serving: Serving, body: None, request: Request) -> Any:
+    return json_response(_document())
+
+
 async def reset_prefix_cache(serving: Serving, body: None, request: Request) -> Any:
     serving.client.reset_prefix_cache()
     return p.Status(status="ok")
@@ -109,7 +113,16 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("GET", "/version", version, None, p.Version, "The version of sparkrt"),
     ("GET", "/metrics", metrics, None, str, "Counters, gauges and histograms for Prometheus"),
     ("GET", "/server_info", server_info, None, p.ServerInfo, "Configuration and gauges"),
+    ("GET", "/openapi.json", openapi, None, dict[str, Any], "This document"),
 )
+# These need no model.
+AT_ONCE = (health, ready, version, metrics, openapi)
+
+
+@cache
+def _document() -> dict[str, Any]:
+    """Made once, at the first question."""
+    return document(OPERATIONS)
 
 
 def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Request], Awaitable[Any]]:
@@ -120,7 +133,7 @@ def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Reques
         try:
             if kind is not None:
                 body = decode(await read_body(request), kind)
-            if handler not in (health, ready, version, metrics):
+            if handler not in AT_ONCE:
                 await asyncio.shield(serving.opened)
             serving.check_model(body.model if body is not None else None)
             found = await handler(serving, body, request)
@@ -131,33 +144,6 @@ def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Reques
         return json_response(found) if isinstance(found, msgspec.Struct) else found
 
     return answer
-
-
-@cache
-def document() -> Response:
-    """OpenAPI, from the structs that are decoded and encoded. Made once, at the first question."""
-    types = dict.fromkeys([p.ErrorBody, *(kind for row in OPERATIONS for kind in row[3:5] if kind is not None)])
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    forms = {str: "text/plain"}
-    content = {
-        kind: {forms.get(kind, "application/json"): {"schema": schema}} for kind, schema in zip(types, schemas, strict=True)
-    }
-    failure = {"description": "The request is wrong, or cannot be served now", "content": content[p.ErrorBody]}
-    paths, refused = dict[str, Any](), {name for fields in p.REFUSED.values() for name in fields}
-    for method, path, handler, body, answer, summary in OPERATIONS:
-        responses = {"200": {"description": "The answer", "content": content[answer]}, "default": failure}
-        entry: dict[str, Any] = {"summary": summary, "operationId": handler.__name__, "responses": responses}
-        if body is not None:
-            entry["requestBody"] = {"required": True, "content": content[body]}
-        if names := re.findall(r"{(\w+)", path):
-            entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-        paths.setdefault(re.sub(r":\w+}", "}", path), {})[method.lower()] = entry
-    rule = (
-        "Every field that is not required may be null, which equals absent. Fields not listed here are accepted and have no "
-        f"effect, except those that would change the answer, which are refused by name: {', '.join(sorted(refused))}."
-    )
-    info = {"title": "sparkrt", "version": VERSION, "description": rule}
-    return json_response({"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}})
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -172,7 +158,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def build_app(serving: Serving) -> Starlette:
     routes = [Route(path, _endpoint(serving, handler, body), methods=[method]) for method, path, handler, body, *_ in OPERATIONS]
-    routes.append(Route("/openapi.json", lambda request: document()))
     origins = serving.args.allowed_origins
     around = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])] if origins else []
     if serving.args.api_keys:  # inside: a browser's preflight request brings no key
