@@ -112,9 +112,9 @@ int wgmma_products(const Call<T>& c, const Sorted& sorted, T* act, T* y) {
     constexpr bool kBf16 = std::is_same_v<T, bf16>;
     const int64_t experts = c.n.experts;
     CUtensorMap gate_up{}, down{}, inputs{};
-    if (!attn::matrix_map(gate_up, c.gate_up, experts * 2 * c.n.width, c.n.hidden, HopperTile::kRows / 2, kBf16) ||
-        !attn::matrix_map(down, c.down, experts * c.n.hidden, c.n.width, HopperTile::kRows / 2, kBf16) ||
-        !attn::matrix_map(inputs, act, c.pairs(), c.n.width, HopperTile::kPairs, kBf16))
+    if (!weight_map(gate_up, c.gate_up, experts * 2 * c.n.width, c.n.hidden, kBf16) ||
+        !weight_map(down, c.down, experts * c.n.hidden, c.n.width, kBf16) ||
+        !attn::matrix_map(inputs, act, c.pairs(), c.n.width, 64, kBf16))
         return kUnsupported;
     const dim3 grid(current_gpu().multiprocessors), block(HopperTile::kThreads);
     const auto up = grouped_kernel<T, true>, out = grouped_kernel<T, false>;
@@ -131,14 +131,8 @@ int run_many(const Call<T>& c, const Layout& layout) {
     T *act = reinterpret_cast<T*>(c.workspace + layout.act), *y = reinterpret_cast<T*>(c.workspace + layout.y);
     const Sorted sorted{reinterpret_cast<int*>(c.workspace), reinterpret_cast<int4*>(c.workspace + layout.segment),
                         reinterpret_cast<int*>(c.workspace + layout.pair)};
-    const int warps = sort_warps(c.n.experts), shared = warps * c.n.experts * 4;
-    if (const cudaError_t status = allow_shared(sort_pairs_kernel, shared)) return status;
-    int status =
-        launch_pdl(sort_pairs_kernel, dim3(1), dim3(kSortThreads), shared, c.stream, sorted, c.ids, c.pairs(), c.n.experts,
-                   wgmma   ? HopperTile::kPairs
-                   : tiles ? kTileColumns
-                           : ManyColumns::kColumns,
-                   warps);
+    const int columns = wgmma ? HopperTile::kPairs : tiles ? kTileColumns : ManyColumns::kColumns;
+    int status = sort_pairs(sorted, c.ids, c.pairs(), c.n.experts, columns, c.stream);
     if (status != cudaSuccess) return status;
     status = wgmma   ? wgmma_products(c, sorted, act, y)
              : tiles ? tile_products(c, sorted, act, y)

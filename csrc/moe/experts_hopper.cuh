@@ -1,13 +1,15 @@
 // The experts' products on sm_90a for many tokens: a persistent grouped product by wgmma.
 //
-// A tile is 128 pairs of one expert by 256 rows of its weights (gate_up: 128 gate rows and the 128 up rows that go with them, so
-// that silu(gate) * up is a matter of one thread), all of k in one chain of sums. Two warpgroups of 64 pairs compute; a third
-// fills a ring of four stages of 64 columns: weights by the copy engine; the pairs' rows, which lie scattered in x, by cp.async,
-// those of the activations in between, which are sorted, by the copy engine too. CTAs stay and take tiles in turn, so that the
-// next tile's operands come while a tile is stored. Tiles of a segment follow each other: its rows and its weights stay in L2.
+// A tile is up to 128 pairs of one expert by 256 rows of its weights (gate_up: 128 gate rows and the 128 up rows that go with
+// them, so that silu(gate) * up is a matter of one thread), all of k in one chain of sums. Two warpgroups of 64 pairs compute; a
+// third fills a ring of four stages of 64 columns: weights by the copy engine; the pairs' rows, which lie scattered in x, by
+// cp.async, those of the activations in between, which are sorted, by the copy engine too. CTAs stay and take tiles in turn, so
+// that the next tile's operands come while a tile is stored. Tiles of a segment follow each other: its rows and its weights stay
+// in L2. The copy engine brings 32 rows of weights in the order (8t + 2j + b) -> (8j + 2t + b), so that a lane has 8 neighbouring
+// outputs and a quad stores 64 bytes.
 //
-// 128 x 256 x 64 are 4.2 MFLOP, 1024 cycles of the tensor cores, against 48 KB from L2. 8192 tokens, 8 of 256 experts: 640 tiles
-// of pairs where 512 would be full, so of 520 us at 793 TFLOP/s become 650.
+// 128 x 256 x 64 are 4.2 MFLOP, 1024 cycles of the tensor cores, against 48 KB from L2, whose throughput bounds it (85 %, ncu). A
+// third warpgroup of pairs would leave 128 registers a thread, what its sums alone take.
 //
 // defines: spark::{HopperTile, grouped_kernel}
 #pragma once
@@ -24,12 +26,36 @@ struct HopperTile {
     static constexpr int kPairs = kGroups * 64, kRows = 256, kK = 64, kStages = 4;
     static constexpr int kLag = 2;  // stages whose cp.async may be under way when the next begins
     static constexpr int kPairBytes = kPairs * kK * 2, kRowBytes = kRows * kK * 2, kStageBytes = kPairBytes + kRowBytes;
+    static constexpr int kWarps = kGroupThreads / kWarp;
     static constexpr int kBarriers = kStages * kStageBytes;
     static constexpr int kBytes = kBarriers + 2 * kStages * 8;
 };
 static_assert(HopperTile::kBytes <= 227 * 1024, "shared memory of a CTA");
 
+// Weights [rows, k] of 16-bit elements as boxes of half a tile's rows and 64 columns; false where the driver does not take it.
+inline bool weight_map(CUtensorMap& map, const void* weights, int64_t rows, int64_t k, bool is_bf16) {
+    const auto encode = attn::tensor_map_encoder();
+    if (encode == nullptr || rows % 32 != 0 || k % HopperTile::kK != 0) return false;
+    const auto row = static_cast<cuuint64_t>(k) * 2;
+    const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(k), 2, 4, 4, static_cast<cuuint64_t>(rows) / 32};
+    const cuuint64_t strides[4] = {row, 8 * row, 2 * row, 32 * row};
+    const cuuint32_t box[5] = {HopperTile::kK, 2, 4, 4, HopperTile::kRows / 2 / 32}, steps[5] = {1, 1, 1, 1, 1};
+    return encode(&map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
+                  const_cast<void*>(weights), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// `row`, a multiple of 32, is the first of the box.
+__device__ __forceinline__ void load_weights(uint32_t to, const CUtensorMap* map, int row, int k, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %3, %4}], "
+        "[%5];" ::"r"(to),
+        "l"(map), "r"(k), "r"(0), "r"(row / 32), "r"(barrier)
+        : "memory");
+}
+
 template <typename T, bool kUp>
 struct HopperProduct : HopperTile {
     const Sorted& sorted;
@@ -54,8 +80,8 @@ struct HopperProduct : HopperTile {
     __device__ void init() const {
         if (threadIdx.x != 0) return;
         for (int stage = 0; stage < kStages; ++stage) {
-            attn::init_barrier(full(stage), kUp ? kGroupThreads + 1 : 1);
-            attn::init_barrier(empty(stage), kGroups * kGroupThreads / kWarp);
+            attn::init_barrier(full(stage), kUp ? kWarps + 1 : 1);
+            attn::init_barrier(empty(stage), kGroups * kWarps);
         }
         attn::fence_barriers();
     }
@@ -63,49 +89,61 @@ struct HopperProduct : HopperTile {
     // The warpgroup that fetches, for `down` its first thread alone. Whoever waits for a barrier must also be waited for by it:
     // one that fell behind by two phases would take the second for none and wait for ever.
     __device__ void fetch(const CUtensorMap* weights, const CUtensorMap* inputs, const T* x) const {
-        const int thread = threadIdx.x % kGroupThreads, chunk = thread % 8;
-        constexpr int kMine = kPairs / (kGroupThreads / 8);
+        constexpr int kAtOnce = kGroupThreads / 8, kMine = kPairs / kAtOnce;  // rows of 128 bytes
+        const int thread = threadIdx.x % kGroupThreads, first = thread / 8, chunk = thread % 8;
         if (!kUp && thread != 0) return;
+        const auto arrived = [&](int index) {
+            attn::fence_async_proxy();
+            __syncwarp();
+            if (thread % kWarp == 0) attn::arrive(full(index % kStages));
+        };
         int index = 0;  // of stages, over all tiles
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int4 segment = sorted.segment[tile / across];
-            const int output = tile % across * (kUp ? kRows / 2 : kRows);
+            const int output = tile % across * (kUp ? kRows / 2 : kRows), boxes = (segment.z + 63) / 64;
             const int row = segment.x * (kUp ? 2 * n.width : n.hidden) + output;
-            const T* from[kMine];
+            uint32_t from[kMine];  // this thread's rows, in vectors of 8 elements
             if constexpr (kUp) {
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
-                    const int pair = sorted.pair[segment.y + min(thread / 8 + i * 16, segment.z - 1)];
-                    from[i] = x + static_cast<int64_t>(pair / n.top_k) * n.hidden + chunk * 8;
+                    const int row = first + i * kAtOnce;
+                    if (row < segment.z)
+                        from[i] = static_cast<uint32_t>(sorted.pair[segment.y + row] / n.top_k) * (n.hidden / 8) + chunk;
                 }
             }
             for (int step = 0; step < steps; ++step, ++index) {
                 const int stage = index % kStages;
                 attn::wait_barrier(empty(stage), (index / kStages & 1) ^ 1);
                 if (thread == 0) {
-                    attn::expect_bytes(full(stage), kUp ? kRowBytes : kStageBytes);
-                    attn::load_box(rows_of(stage), weights, row, step * kK, full(stage));
-                    attn::load_box(rows_of(stage) + kRowBytes / 2, weights, row + (kUp ? n.width : kRows / 2), step * kK,
-                                   full(stage));
-                    if constexpr (!kUp) attn::load_box(pairs_of(stage), inputs, segment.y, step * kK, full(stage));
+                    attn::expect_bytes(full(stage), kUp ? kRowBytes : kRowBytes + boxes * 64 * kK * 2);
+                    load_weights(rows_of(stage), weights, row, step * kK, full(stage));
+                    load_weights(rows_of(stage) + kRowBytes / 2, weights, row + (kUp ? n.width : kRows / 2), step * kK,
+                                 full(stage));
+                    if constexpr (!kUp)
+                        for (int box = 0; box < boxes; ++box)
+                            attn::load_box(pairs_of(stage) + box * 64 * kK * 2, inputs, segment.y + box * 64, step * kK,
+                                           full(stage));
                 }
                 if constexpr (kUp) {
-                    const uint32_t to = pairs_of(stage) + thread / 8 * 128 + ((chunk ^ (thread / 8 % 8)) << 4);
+                    const T* block = x + step * kK;
 #pragma unroll
-                    for (int i = 0; i < kMine; ++i) attn::copy_async(to + i * 16 * 128, from[i] + step * kK, 16);
+                    for (int i = 0; i < kMine; ++i) {
+                        const int row = first + i * kAtOnce;
+                        if (row < segment.z)
+                            attn::copy_async(pairs_of(stage) + row * 128 + ((chunk ^ row % 8) << 4), block + int64_t{from[i]} * 8,
+                                             16);
+                    }
                     attn::commit_copies();
                     if (index >= kLag) {
                         attn::wait_copies<kLag>();
-                        attn::fence_async_proxy();
-                        attn::arrive(full((index - kLag) % kStages));
+                        arrived(index - kLag);
                     }
                 }
             }
         }
         if constexpr (kUp) {
             attn::wait_copies<0>();
-            attn::fence_async_proxy();
-            for (int late = max(index - kLag, 0); late < index; ++late) attn::arrive(full(late % kStages));
+            for (int late = max(index - kLag, 0); late < index; ++late) arrived(late);
         }
     }
 
@@ -142,27 +180,29 @@ struct HopperProduct : HopperTile {
         }
     }
 
-    // Two neighbouring outputs of a pair at a time.
+    // Eight neighbouring outputs of a pair at a time.
     __device__ void store(const float (&sums)[kRows / 8][4], T* out, const int4& segment, int column, int first) const {
+        constexpr int kOutputs = kUp ? kRows / 2 : kRows;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first + half * 8;
             if (row >= segment.z) continue;
-            const int at = segment.y + row;
-            if constexpr (kUp) {
-                T* to = out + static_cast<int64_t>(at) * n.width + column * (kRows / 2) + threadIdx.x % 4 * 2;
+            const int64_t at = kUp ? segment.y + row : sorted.pair[segment.y + row];
+            T* to = out + at * (kUp ? n.width : n.hidden) + column * kOutputs + threadIdx.x % 4 * 8;
 #pragma unroll
-                for (int j = 0; j < kRows / 16; ++j) {
-                    const float (&gate)[4] = sums[j];
-                    const float (&up)[4] = sums[j + kRows / 16];
-                    *reinterpret_cast<uint32_t*>(to + j * 8) =
-                        attn::pack2<T>(silu(gate[2 * half]) * up[2 * half], silu(gate[2 * half + 1]) * up[2 * half + 1]);
+            for (int group = 0; group < kOutputs / 32; ++group) {
+                uint32_t pack[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float (&sum)[4] = sums[group * 4 + j];
+                    float a = sum[2 * half], b = sum[2 * half + 1];
+                    if constexpr (kUp) {
+                        const float (&up)[4] = sums[kRows / 16 + group * 4 + j];
+                        a = silu(a) * up[2 * half], b = silu(b) * up[2 * half + 1];
+                    }
+                    pack[j] = attn::pack2<T>(a, b);
                 }
-            } else {
-                T* to = out + static_cast<int64_t>(sorted.pair[at]) * n.hidden + column * kRows + threadIdx.x % 4 * 2;
-#pragma unroll
-                for (int j = 0; j < kRows / 8; ++j)
-                    *reinterpret_cast<uint32_t*>(to + j * 8) = attn::pack2<T>(sums[j][2 * half], sums[j][2 * half + 1]);
+                *reinterpret_cast<uint4*>(to + group * 32) = make_uint4(pack[0], pack[1], pack[2], pack[3]);
             }
         }
     }
