@@ -42,6 +42,7 @@ def checked(read: Callable[[str], Any], accepts: Callable[[Any], bool], what: st
 
 positive = checked(int, lambda n: 1 <= n < 2**31, "a whole number of at least 1")
 natural = checked(int, lambda n: 0 <= n < 2**31, "a whole number of at least 0")
+port = checked(int, lambda n: 0 <= n < 2**16, "a port (0 to 65535)")
 number = checked(float, lambda x: True, "a number")
 seconds = checked(float, lambda x: 0 <= x <= 86400, "a number of seconds (0 to 86400)")
 _seed = checked(int, lambda n: -(2**63) <= n < 2**63, "a whole number of 64 bits")

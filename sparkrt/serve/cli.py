@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkrt.engine.config import EngineConfig, load_engine, load_text
-from sparkrt.engine.flags import BUNDLED, RULES, Parser, add_engine, add_model, checked, positive, seconds, take_engine
+from sparkrt.engine.flags import BUNDLED, RULES, Parser, add_engine, add_model, checked, port, positive, seconds, take_engine
 from sparkrt.engine.params import MAX_LOGPROBS
 from sparkrt.text.reasoning import PARSERS
 from sparkrt.text.tools import FORMATS
@@ -28,6 +28,7 @@ _USAGE = """usage: sparkrt COMMAND ...
 
 commands:
   serve    serve a model over the OpenAI API (sparkrt serve --help)
+  bench    load a server, or time the engine (sparkrt bench --help)
   info     say what this machine has, and what is missing to use its GPU"""
 
 # flag → (whether it takes a value, why it does nothing here)
@@ -76,6 +77,10 @@ def main(argv: list[str] | None = None) -> int:
             return run(parse(rest), load_engine, load_text)
         except KeyboardInterrupt:  # before anything was there to be stopped
             return 0
+    if command == "bench":
+        from sparkrt.bench.cli import main as bench
+
+        return bench(rest)
     if command == "info" and not rest:
         from sparkrt.runtime.report import report
 
@@ -106,7 +111,7 @@ def _build() -> Parser:
     add_model(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
-    add("--port", type=_port, help="port (default: 8000; 0 picks a free one and prints it)")
+    add("--port", type=port, help="port (default: 8000; 0 picks a free one and prints it)")
     add("--served-model-name", dest="names", nargs="+", metavar="NAME", help="names the model answers to; the first is echoed")
     add("--stream-interval", type=positive, metavar="N", help="tokens per streamed chunk (default: 1)")
     add("--max-logprobs", type=_logprobs, metavar="N", help=f"most alternatives of a token (default: {MAX_LOGPROBS})")
@@ -156,7 +161,6 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
-_port = checked(int, lambda n: 0 <= n < 2**16, "a port (0 to 65535)")
 _logprobs = checked(int, lambda n: 0 <= n <= MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")
 _object = checked(_json, lambda value: isinstance(value, dict), "a JSON object")
 _strings = checked(_json, lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a JSON list of strings")
