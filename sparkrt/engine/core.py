@@ -18,12 +18,12 @@ from sparkrt.engine.job import Job, Limits, Plan
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats
 from sparkrt.engine.params import check_prompt_ids
 from sparkrt.engine.reuse import Reuse
-from sparkrt.engine.rows import fill_mask, logprob, sampler_params, targets
+from sparkrt.engine.rows import logprob, sampler_params, targets
 from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, TokenLogprobs
 from sparkrt.model.model import Model
-from sparkrt.text.grammar import Grammars, Matcher
+from sparkrt.text.grammar import Grammars
 
 log = logging.getLogger("sparkrt.engine")
 
@@ -87,11 +87,10 @@ class EngineCore:
 
     def _job(self, request: EngineRequest, outbox: list[EngineOutput]) -> Job:
         job = Job(request, outbox)
-        if request.grammar is not None:
-            grammar, param = request.grammar
+        if request.grammar is not None or request.thinking is not None:
             if self.grammars is None:
-                raise RequestError(f"{param}: this engine has no grammars", param=param)
-            job.matcher = self.grammars.compile(grammar, param)  # at hand, if somebody compiled it beforehand
+                raise RequestError("this engine has neither grammars nor budgets of thinking", param="structured_outputs")
+            job.guide = self.grammars.guide(request.grammar, request.thinking)  # at hand, if somebody compiled it beforehand
         return job
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -150,19 +149,24 @@ class EngineCore:
             return None
         if plan.prefill and outbox is not self._outbox:
             plan.decode.clear()  # the rows of a loop wait for each other
+        launched = False
         try:
             batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
             for part in plan.prefill:
                 assert part.job.seq is not None
                 tokens, kept = part.job.ids[part.start : part.stop], self.reuse.snapshots(part)
                 batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, targets(part), kept))
+            hangs = any(job.hangs for job in plan.decode)
+            self.scheduler.launched(plan)
+            launched = True
             began = perf_counter()
-            handle = self.model.launch(batch)
+            handle = self.model.launch(batch, self.settle if hangs else None)
             self._waited += perf_counter() - began if self.config.device == "host" else 0.0  # the launch is the computation
         except BaseException as error:
+            for job in self.scheduler.collected(plan) if launched else ():
+                self._release(job)
             self._fail(plan.jobs, error)
             return None
-        self.scheduler.launched(plan)
         self._stats.steps += 1
         for job, _, stop, _ in plan.prefill:  # what is computed again after a preemption does not count again
             self._stats.prompt_tokens += max(min(stop, job.prompt) - job.counted, 0)
@@ -194,9 +198,9 @@ class EngineCore:
                 job.params = job.params or sampler_params(job.message, self._seeds)  # after a preemption, with the seed it had
                 self.reuse.begin(job, job.blocks)
                 job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted, job.match)
-                fill_mask(job)
-                if job.matcher is not None and job.matcher.stopped:  # nothing may follow the token it was preempted after
-                    self._end(job, "error" if job.matcher.error else "stop", error=job.matcher.error or None)
+                if job.guide is not None:
+                    job.guide.stale = True  # its mask is the slot's
+                self._guide([job])
             except BaseException as error:
                 self._fail([job], error)
             self._recount()
@@ -228,6 +232,8 @@ class EngineCore:
             for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
+            if any(job.guide is not None for job in plan.rows):
+                self._guide(plan.rows)
             for job, _, stop, _ in plan.prefill:
                 if stop == job.target and job.max_tokens == 0 and not job.finished:
                     self._end(job, "length", prompt_logprobs=job.prompt_logprobs)
@@ -248,17 +254,22 @@ class EngineCore:
             output.finish_reason, output.stop_token = "stop", token
         elif emitted == job.max_tokens:
             output.finish_reason = "length"
-        if job.matcher is not None and output.finish_reason is None:
-            self._match(job, job.matcher, token, output)
+        if job.guide is not None and output.finish_reason is None:
+            job.guide.advance(token)
+            if (end := job.guide.stopped) is not None:
+                output.finish_reason, output.error = end
         self._tell(job, output)
 
-    def _match(self, job: Job, matcher: Matcher, token: int, output: EngineOutput) -> None:
-        """What may follow `token`, for the next step, which was not launched yet; the end where nothing may."""
-        matcher.advance(token)
-        if not matcher.stopped:
-            fill_mask(job)  # which may find that nothing can follow
-        if matcher.stopped:
-            output.finish_reason, output.error = ("error", matcher.error) if matcher.error else ("stop", None)
+    def _guide(self, jobs: Iterable[Job]) -> None:
+        """Write what may come next, for steps whose samplers were not launched yet. Where nothing may, that is the end."""
+        guided = [(job, job.guide, job.seq) for job in jobs if job.guide is not None and job.guide.stale and not job.finished]
+        rows = [(job, guide, seq) for job, guide, seq in guided if seq is not None]  # others were just preempted
+        if rows and self.grammars is not None:
+            self.grammars.fill([(guide, seq.mask) for _, guide, seq in rows if seq.mask is not None])
+            for job, guide, seq in rows:
+                seq.refilled = True
+                if guide.stopped is not None:
+                    self._end(job, guide.stopped[0], error=guide.stopped[1])
 
     def _tell(self, job: Job, output: EngineOutput) -> None:
         job.outbox.append(output)
@@ -321,7 +332,7 @@ class EngineCore:
                 self.scheduler.claim(job)
                 self.reuse.make_room(job.blocks)
                 job.seq = self.model.new_sequence(sampler_params(job.message, self._seeds), job.life)
-                fill_mask(job)
+                self._guide([job])
         except BaseException:
             self.close_loop(jobs)
             raise

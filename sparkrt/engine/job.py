@@ -11,7 +11,7 @@ from sparkrt.cache.prefix import Lease, Match
 from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from sparkrt.model.batch import SamplerParams
 from sparkrt.model.sequence import SequenceState
-from sparkrt.text.grammar import Matcher
+from sparkrt.text.guide import Guide
 
 CHUNK = 64  # prompt slices end on absolute multiples of it, whatever the budget: the same cuts give the same bits
 
@@ -40,7 +40,7 @@ class Job:
     immune: int = 0  # it is not chosen again before this many tokens are generated
     served: int = -1  # the last step that gave it a fair share of prefill
     deadline: float = float("inf")
-    matcher: Matcher | None = None  # of the grammar that the answer must follow
+    guide: Guide | None = None  # decides, token by token, what may come next
     params: SamplerParams | None = None  # from its first admission on
     match: Match | None = None  # what it found in the prefix cache,
     lease: Lease | None = None  # what it uses of it,
@@ -74,9 +74,9 @@ class Job:
         return self.prompt + self.max_tokens
 
     @property
-    def lags(self) -> bool:
-        """Whether its next step must wait until its last token was read: a grammar decides what may follow."""
-        return self.matcher is not None and self.emitted < self.generated
+    def hangs(self) -> bool:
+        """Whether its last token has to be read before the next one is sampled."""
+        return self.guide is not None and self.emitted < self.generated and self.guide.depends(self.generated)
 
     @property
     def computed(self) -> int:

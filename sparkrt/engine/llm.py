@@ -18,6 +18,7 @@ from sparkrt.engine.messages import EngineOutput, EngineRequest
 from sparkrt.engine.outputs import RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
 from sparkrt.errors import CapacityError, RequestError, SparkrtError
+from sparkrt.text.reasoning import reasoning_format
 from sparkrt.text.template import check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
 
@@ -38,7 +39,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, progress: Progress | None = None, **options: Any) -> None:
         self.core, self.tokenizer, self._template, self.info = load(EngineConfig.from_options(model=model, **options), progress)
-        self._ids = count()
+        self._ids, self._reasoning = count(), reasoning_format("auto", "\n".join(self._template.texts.values()))
         for warning in self.info.warnings:
             log.warning(warning)
 
@@ -109,7 +110,14 @@ class LLM:
                 raise RequestError(f"a decode loop gives token ids only: {name} does not apply", param=name)
         if params.max_tokens == 0:
             raise RequestError("a decode loop needs max_tokens of at least 1", param="max_tokens")
-        return to_requests(prompt_ids, params, self.info, f"loop-{next(self._ids)}")[0]
+        thinks = self._thinks(None, prompt_ids, params)
+        return to_requests(prompt_ids, params, self.info, f"loop-{next(self._ids)}", thinks=thinks)[0]
+
+    def _thinks(self, text: str | None, ids: Ids, params: SamplingParams) -> bool | None:
+        """See `ReasoningFormat.thinks`; False where no budget needs to know."""
+        if params.thinking_token_budget is None or self._reasoning is None:
+            return False
+        return self._reasoning.within(self.tokenizer.decode(ids, False) if text is None else text)
 
     def _open_ended(self) -> SamplingParams:
         params = self.get_default_sampling_params()
@@ -142,7 +150,7 @@ class LLM:
         results, requests, answers = list[RequestOutput](), list[EngineRequest](), dict[str, Answer]()
         for (text, ids), chosen, rank in zip(prompts, each, ranks, strict=True):
             name = str(next(self._ids))
-            made = to_requests(ids, chosen, self.info, f"llm-{name}", priority=rank)
+            made = to_requests(ids, chosen, self.info, f"llm-{name}", priority=rank, thinks=self._thinks(text, ids, chosen))
             results.append(RequestOutput(name, text, made[0].prompt_ids))
             requests += made
             for index, request in enumerate(made):

@@ -95,7 +95,7 @@ def _build(
         warnings=warnings + plan.warnings,
     )
     shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
-    grammars = Grammars(tokenizer, vocab, info.eos_token_ids, shown)
+    grammars = Grammars(tokenizer, model.vocab_size, info.eos_token_ids, shown)  # padding included: masks have it, too
     return EngineCore(built, config, backend.close, grammars), info
 
 

@@ -26,6 +26,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     grammar: tuple[str, str] | None = None  # that the answer must follow, and the field of the request that asked for it
+    thinking: tuple[int, bool | None] | None = None  # most tokens of it; whether the prompt has opened it, None: the answer may
     priority: int = 0  # lower goes first, if the scheduling policy is "priority"
 
 

@@ -15,7 +15,7 @@ MAX_LOGPROBS = 20
 _MIN_TEMPERATURE = 1e-5  # below it a draw is the argmax anyway, and logits / temperature would overflow float32
 _MAX_STOPS, _MAX_STOP_LENGTH = 32, 1024  # strings, characters
 _MAX_LIST = 1024  # of stop_token_ids, logit_bias
-_MAX_INT = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
 def _within(low: float, high: float, default: Any = None) -> Any:
@@ -34,7 +34,7 @@ class SamplingParams:
     n: int = _within(1, 128, default=1)
     temperature: float = _within(0.0, 100.0, default=1.0)
     top_p: float = _within(0.0, 1.0, default=1.0)
-    top_k: int = _within(-1, _MAX_INT, default=0)
+    top_k: int = _within(-1, MAX_INT, default=0)
     min_p: float = _within(0.0, 1.0, default=0.0)
     repetition_penalty: float = _within(0.01, 100.0, default=1.0)
     presence_penalty: float = _within(-2.0, 2.0, default=0.0)
@@ -44,12 +44,13 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = _within(0, _MAX_INT, default=16)
-    min_tokens: int = _within(0, _MAX_INT, default=0)
+    max_tokens: int | None = _within(0, MAX_INT, default=16)
+    min_tokens: int = _within(0, MAX_INT, default=0)
     logprobs: int | None = _within(0, MAX_LOGPROBS)
     prompt_logprobs: int | None = _within(0, MAX_LOGPROBS)
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = _within(-1, MAX_INT)  # tokens of thinking after which it is closed; -1 means None
     structured_outputs: dict[str, Any] | None = None  # one of json (a schema), json_object, regex, choice, grammar
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -66,6 +67,7 @@ class SamplingParams:
         self.temperature = 0.0 if self.temperature < _MIN_TEMPERATURE else self.temperature
         self.top_k = max(self.top_k, 0)
         self.seed = None if self.seed == -1 else self.seed
+        self.thinking_token_budget = None if self.thinking_token_budget == -1 else self.thinking_token_budget
         if self.top_p == 0.0:
             raise _bad("top_p", "must be greater than 0 and at most 1, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -79,7 +81,7 @@ class SamplingParams:
         if self.structured_outputs is not None:
             body_of(self.structured_outputs, "structured_outputs")
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, _MAX_INT)
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, MAX_INT)
             if not self.allowed_token_ids:
                 raise _bad("allowed_token_ids", "must not be empty")
 
@@ -96,10 +98,12 @@ def to_requests(
     request_id: str,
     grammar: tuple[str, str] | None = None,
     priority: int | None = None,
+    thinks: bool | None = False,
 ) -> list[EngineRequest]:
     """`params.n` engine requests for one prompt, in index order, every default resolved against the model.
 
-    `grammar` (see `EngineRequest`) replaces that of `params.structured_outputs`.
+    `grammar` (see `EngineRequest`) replaces that of `params.structured_outputs`. `thinks`: whether an answer to this prompt does,
+    see `ReasoningFormat.thinks`.
     `max_tokens` is capped at what the context has left. RequestError: no prompt, no room for a token, ids out of vocabulary.
     """
     ids, context, vocab = check_prompt_ids(prompt_ids, info.vocab_size), info.max_model_len, info.vocab_size
@@ -123,7 +127,9 @@ def to_requests(
         raise RequestError(f"{grammar[1]} and allowed_token_ids exclude each other", param=grammar[1])
     shared |= {"grammar": grammar, "prompt_ids": ids, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
     shared |= {"top_k": min(params.top_k, vocab), "stop_token_ids": stops}
-    shared["priority"] = 0 if priority is None else _number("priority", priority, -_MAX_INT, _MAX_INT)
+    if params.thinking_token_budget is not None and thinks is not False:
+        shared["thinking"] = params.thinking_token_budget, thinks
+    shared["priority"] = 0 if priority is None else _number("priority", priority, -MAX_INT, MAX_INT)
     names = [request_id] if params.n == 1 else [f"{request_id}:{index}" for index in range(params.n)]
     seeds = (None if params.seed is None else child_seed(params.seed, index) for index in range(params.n))
     return [EngineRequest(**shared | {"request_id": name, "seed": seed}) for name, seed in zip(names, seeds, strict=True)]
@@ -192,7 +198,7 @@ def _ids(name: str, value: Any, most: int) -> list[int]:
         raise _bad(name, f"must be a list of token ids, got {_shown(value)}")
     if len(value) > most:
         raise _bad(name, f"takes at most {most} ids, got {len(value)}")
-    return [_number(name, i, 0, _MAX_INT) for i in value]
+    return [_number(name, i, 0, MAX_INT) for i in value]
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -207,7 +213,7 @@ def _bias(value: Any) -> dict[int, float]:
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise RequestError(f"{name}: {_shown(key)} is not a token id", param=name)
             key = int(key)
-        bias[_number(name, key, 0, _MAX_INT)] = _number(name, amount, -100.0, 100.0)
+        bias[_number(name, key, 0, MAX_INT)] = _number(name, amount, -100.0, 100.0)
     return bias
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkrt.engine.job import Job, Slice
+from sparkrt.engine.job import Slice
 from sparkrt.engine.messages import EngineRequest, Logprob
 from sparkrt.model.batch import SamplerParams, TokenLogprobs
 
@@ -19,16 +19,9 @@ def sampler_params(r: EngineRequest, seeds: Random) -> SamplerParams:
     values: dict[str, Any] = {name: getattr(r, name) for name in _SAME} | {"stop_ids": tuple(r.stop_token_ids)}
     values["seed"] = seeds.getrandbits(64) if r.seed is None else r.seed
     values["logprobs"] = -1 if r.logprobs is None else r.logprobs
-    values["masked"] = r.grammar is not None
+    values["masked"] = r.grammar is not None or r.thinking is not None
     values["allowed"] = None if r.allowed_token_ids is None else tuple(r.allowed_token_ids)
     return SamplerParams(**values, bias=(tuple(r.logit_bias), tuple(r.logit_bias.values())))
-
-
-def fill_mask(job: Job) -> None:
-    """Write which tokens its grammar allows next. One that was just preempted gets it when it comes back."""
-    if job.matcher is not None and job.seq is not None:
-        assert job.seq.mask is not None
-        job.matcher.fill(job.seq.mask)
 
 
 def targets(part: Slice) -> np.ndarray | None:

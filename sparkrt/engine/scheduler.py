@@ -133,7 +133,7 @@ class Scheduler:
         smaller than that.
         """
         plan, short = Plan(), self._short
-        plan.decode = [job for job in self._decoding if job.outbox is outbox and (job.matcher is None or not job.lags)]
+        plan.decode = [job for job in self._decoding if job.outbox is outbox]
         if short:
             plan.decode = [job for job in plan.decode if job not in short]
         prompts = [job for job in self._prefilling if job.outbox is outbox]

@@ -30,7 +30,7 @@ class SamplerParams:
     seed: int = 0
     bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
     allowed: tuple[int, ...] | None = None
-    masked: bool = False  # every step has its own `SequenceState.mask` of what is allowed
+    masked: bool = False  # `SequenceState.mask` says what is allowed, in each step anew
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int = -1

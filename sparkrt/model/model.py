@@ -100,7 +100,7 @@ class Model(Protocol):
         match: Match | None = None,
     ) -> SequenceState: ...
     def grow(self, seq: SequenceState, total_tokens: int) -> None: ...
-    def launch(self, batch: ForwardBatch) -> int: ...
+    def launch(self, batch: ForwardBatch, before_sampling: Callable[[], None] | None = None) -> int: ...
     def collect(self, handle: int) -> MixedBatchResult: ...
     def fork(self, seq: SequenceState) -> SequenceState: ...
     def snapshot(self, seq: SequenceState, slot: int) -> Snapshot: ...
@@ -323,8 +323,12 @@ class HybridModel:
         self.states.check_integrity([s.guard for s in live])
 
     # --- steps ------------------------------------------------------------------------------------------------------------
-    def launch(self, batch: ForwardBatch) -> int:
-        """Enqueue one step and return its handle. At most two may be in flight."""
+    def launch(self, batch: ForwardBatch, before_sampling: Callable[[], None] | None = None) -> int:
+        """Enqueue one step and return its handle. At most two may be in flight.
+
+        `before_sampling` runs when the forward is on its way and the sampler is not: it may collect the step before, and fill
+        masks by what that says, while the device computes.
+        """
         assert len(self._in_flight) < 2, "collect a step before launching a third"
         host = self._plan.begin()
         graph = not batch.prefill and self._graphable
@@ -334,12 +338,16 @@ class HybridModel:
         for layer in self._decoder.layers:
             layer.prestage(self._plan)
         self._plan.upload(self._ctx.stream)
-        for seq in rows.sequences if rows.needs & Needs.MASK else ():
-            if seq.mask is not None:  # its last step was collected, so nothing reads the row any more
-                self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
         try:
             self._ctx.shape = StepShape(bucket, rows.prefill_tokens, len(batch.prefill), rows.snapshots)
-            self._run(rows, lists, graph)
+            logits = self._forward(rows, graph)
+            if before_sampling is not None:
+                before_sampling()
+            for seq in rows.sequences if rows.needs & Needs.MASK else ():
+                if seq.mask is not None and seq.refilled:  # by who has collected its last step: nothing reads the row any more
+                    self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
+                    seq.refilled = False
+            self._sample(rows, logits, lists, graph)
         except BaseException:
             for layer in self._decoder.layers:
                 layer.rearm()
@@ -352,15 +360,15 @@ class HybridModel:
     def _graphable(self) -> bool:
         return not (self.options.enforce_eager or any(layer.graph_veto for layer in self._decoder.layers))
 
-    def _run(self, rows: StepRows, lists: SamplerLists | None, graph: bool) -> None:
-        """Forward, then sampler: two graphs where the shape repeats."""
+    def _forward(self, rows: StepRows, graph: bool) -> DeviceArray:
+        """Logits; it and the sampler are two graphs where the shape repeats."""
         ctx = self._ctx
         logits = ctx.buffer("logits", rows.logit_rows, self.config.vocab_size)
         if graph:
             self._graphs.run(ctx, ("forward", ctx.tokens), lambda: self._decode(logits))
         else:
             self._decoder.forward(ctx, self._sampler.feed, logits, gather=rows.chosen)
-        self._sample(rows, logits, lists, graph)
+        return logits
 
     def _decode(self, logits: DeviceArray) -> None:
         self._decoder.forward(self._ctx, self._sampler.feed, logits, gather=False)

@@ -61,7 +61,8 @@ class SequenceState:
     kv_valid_tokens: int = 0
     adapter_id: int = 0
     needs: int = Needs.NOTHING
-    mask: np.ndarray | None = None  # of `masked` params: uint32 bits, to be filled before every step that samples
+    mask: np.ndarray | None = None  # of `masked` params: uint32 bits of what may be sampled next,
+    refilled: bool = False  # and whether they changed since the last step took them
     counted: bool = False  # its counts are on the device already: its prompt is not to be marked
     aux: dict[str, Any] = field(default_factory=dict)  # per-layer auxiliary state (snapshot_aux / restore_aux)
     released: bool = False

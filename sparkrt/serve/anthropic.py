@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from sparkrt.engine.params import MAX_INT
 from sparkrt.serve import protocol as p
 from sparkrt.serve.chat import ChatGeneration, prepare
 from sparkrt.serve.generation import Piece
@@ -49,6 +50,10 @@ def _chat_body(body: Any, context: int) -> Any:
         more["max_tokens"] = min(body.max_tokens, context)
     if body.thinking is not None and body.thinking.get("type") != "adaptive":
         more["enable_thinking"] = body.thinking.get("type") == "enabled"
+        if more["enable_thinking"] and (budget := body.thinking.get("budget_tokens")) is not None:
+            fits = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= MAX_INT
+            require(fits, "thinking", "thinking.budget_tokens: expected a number of tokens, at least 1")
+            more["thinking_token_budget"] = budget
     if body.output_config is not None:
         more["reasoning_effort"] = body.output_config.get("effort")
         if (form := body.output_config.get("format")) is not None:

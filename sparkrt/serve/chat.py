@@ -118,7 +118,7 @@ class ChatGeneration(Generation):
         details = reasoning, thinks, tools, choice.tools, parallel
         self._parsers = defaultdict[int, ReplyParser](lambda: ReplyParser(*details))  # by choice
         self._thoughts = defaultdict[int, ThoughtCounter](lambda: ThoughtCounter(thinks, serving.tokenizer.token_bytes))
-        super().__init__(serving, body, [ids], params, grammar, serving.marks if tools or reasoning else frozenset())
+        super().__init__(serving, body, [ids], params, grammar, serving.marks if tools or reasoning else frozenset(), [thinks])
 
     def _usage(self) -> Any:
         usage, outputs = super()._usage(), self._prompts[0].outputs

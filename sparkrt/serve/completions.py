@@ -36,7 +36,10 @@ async def completions(serving: Serving, body: Any, request: Request) -> Any:
     echoed = [prompt if isinstance(prompt, str) else decode(prompt, False) for prompt in prompts] if body.echo else []
     asked = asked_structure(body)
     grammar = (grammar_of([asked[0]]), asked[1]) if asked else None
-    return await CompletionGeneration(echoed, serving, body, ids, params, grammar).respond(request)
+    thinks, reasoning = list[bool | None](), serving.reasoning
+    if params.thinking_token_budget is not None and reasoning is not None:
+        thinks = [reasoning.within(decode(prompt, False)) for prompt in ids]
+    return await CompletionGeneration(echoed, serving, body, ids, params, grammar, thinks=thinks).respond(request)
 
 
 def _split(prompt: str | list[Any]) -> list[Any]:
@@ -53,8 +56,8 @@ def _split(prompt: str | list[Any]) -> list[Any]:
 class CompletionGeneration(Generation):
     kind = "cmpl"
 
-    def __init__(self, echoed: list[str], *rest: Any) -> None:
-        super().__init__(*rest)
+    def __init__(self, echoed: list[str], *rest: Any, **more: Any) -> None:
+        super().__init__(*rest, **more)
         self._echoed = echoed  # texts, by prompt
         self._offsets: dict[int, Callable[[int], int]] = {}
 

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,8 +85,11 @@ class Generation(ABC):
         params: SamplingParams,
         grammar: tuple[str, str] | None = None,
         marks: Set[int] = frozenset(),
+        thinks: Sequence[bool | None] = (),
     ) -> None:
-        """`grammar`: see `EngineRequest`; `marks`: special tokens that texts have all the same."""
+        """`grammar`: see `EngineRequest`; `marks`: special tokens that texts have all the same; `thinks`: see `to_requests`, by
+        prompt.
+        """
         self.tokenizer = serving.tokenizer
         self.params = params
         self.body = body
@@ -100,8 +103,9 @@ class Generation(ABC):
         self._choices: dict[str, _Choice] = {}
         details = params, serving.info
         requests = []
-        for p in self._prompts:
-            requests += [(p, r) for r in to_requests(p.prompt_token_ids, *details, p.request_id, grammar, body.priority)]
+        for p, thinking in zip(self._prompts, thinks or [False] * len(prompts), strict=True):
+            made = to_requests(p.prompt_token_ids, *details, p.request_id, grammar, body.priority, thinking)
+            requests += [(p, request) for request in made]
         for index, (prompt, request) in enumerate(requests):
             answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer, marks)
             self._choices[request.request_id] = _Choice(index, answer)

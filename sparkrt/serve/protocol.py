@@ -52,7 +52,7 @@ DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 # field → the values that ask for nothing; null never does
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "ebnf", "json_schema", "prompt_embeds"), ()),
-    **dict.fromkeys(("regex", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"), ()),
+    **dict.fromkeys(("regex", "truncate_prompt_tokens", "web_search_options"), ()),
     **dict.fromkeys(("bad_words", "documents"), ([],)),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
 }

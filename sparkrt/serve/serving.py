@@ -20,6 +20,8 @@ from sparkrt.text.template import ChatTemplate, check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools import tool_format
 
+# tokens of thinking for a `reasoning_effort` that the chat template does not know; more effort than that has no limit
+EFFORTS = {"none": 0, "minimal": 512, "low": 1024, "medium": 4096}
 LONGEST_TOKEN = 512  # characters; vocabularies end their runs of blanks and dashes at 128 or 256
 
 OpenText: TypeAlias = Callable[[EngineConfig], tuple[Tokenizer, ChatTemplate]]
@@ -49,6 +51,7 @@ class Serving:
         text = "\n".join(self.template.texts.values())
         self.tools = tool_format(self.args.tool_call_parser, text)
         self.reasoning = reasoning_format(self.args.reasoning_parser, text)
+        self._efforts = {} if "reasoning_effort" in text else EFFORTS
         marks = {*(self.tools.marks if self.tools else ()), BEGIN, END}
         self.marks = {i for i in self.tokenizer.special_ids if self.tokenizer.token_str(i) in marks}
         self.opened.set_result(None)
@@ -95,6 +98,8 @@ class Serving:
         """The sampling parameters of a request over the model's defaults. `more`: fields that the two APIs spell differently."""
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS} | more
         params = SamplingParams.from_optional(self.info.sampling_defaults, **given)
+        if params.thinking_token_budget is None:
+            params.thinking_token_budget = self._efforts.get(getattr(body, "reasoning_effort", None) or "")
         most = self.args.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)

@@ -1,7 +1,7 @@
 """Grammars that answers must follow: built from what requests ask for, compiled and followed by `llguidance`.
 
 A grammar travels as text, so it can be checked where requests arrive and compiled where tokens are drawn. `Grammars` compiles,
-within limits on size and work, and remembers; `Matcher` says which tokens may come next.
+within limits on size and work, and remembers; for each answer it gives a `Guide`, and it fills their masks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sparkrt.text.guide import Guide, one_line
 from sparkrt.text.messages import bad
-from sparkrt.text.reasoning import BEGIN, END
+from sparkrt.text.reasoning import BEGIN, CLOSING, END, ThinkingBudget
 from sparkrt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Body = dict[str, Any]
 """A grammar of llguidance: {"json_schema": ...} or {"lark_grammar": ...}."""
@@ -127,43 +128,40 @@ def escape_regex(pattern: str) -> str:
     return str(regex_to_lark(pattern))
 
 
-class Matcher:
-    """One answer on its way through a grammar."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    @property
-    def error(self) -> str:
-        """What went wrong, in one line; empty while nothing has."""
-        return _line(self._matcher.get_error())
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nothing can follow: the answer is complete, or there is an error."""
-        return bool(self._matcher.is_stopped())
-
-    def advance(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)
-
-    def fill(self, bits: np.ndarray) -> None:
-        """Which tokens may come next: bit i of `bits`, uint32, lowest bit first, for token i; ids beyond the vocabulary: none."""
-        mask = self._matcher.compute_bitmask()
-        row = bits.view("uint8")
-        row[: len(mask)] = bytearray(mask)
-        row[len(mask) :] = 0
-
-
 class Grammars:
     """Compiles grammars for one tokenizer. Safe to share between threads; slow things happen in the caller's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], shown: Sequence[int] = ()) -> None:
-        """`shown`: special tokens that are part of a text all the same."""
+        """`vocab_size` may count ids without tokens, none of which is allowed. `shown`: special tokens that texts have all the
+        same.
+        """
         self._tokenizer, self._vocab, self._eos, self._shown = tokenizer, vocab_size, list(eos_token_ids), frozenset(shown)
         self._lock, self._ready = threading.Lock(), OrderedDict[str, Any]()
         self._backend: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
 
-    def compile(self, grammar: str, param: str = "structured_outputs") -> Matcher:
+    def guide(self, grammar: tuple[str, str] | None, thinking: tuple[int, bool | None] | None = None) -> Guide:
+        """For one answer: a grammar and the field that asked for it, and what `ThinkingBudget` begins with. See `compile`."""
+        matcher = None if grammar is None else self.compile(*grammar)
+        if thinking is None:
+            return Guide(matcher)
+        return Guide(matcher, ThinkingBudget(*thinking, self._tokenizer.token_bytes, self._tokenizer.encode(CLOSING, False)))
+
+    def fill(self, rows: Sequence[tuple[Guide, np.ndarray]]) -> None:
+        """Write the masks of answers, rows of one table of uint32 [rows, ceil(vocab_size / 32)], in parallel."""
+        due = [(matcher, row) for guide, row in rows if (matcher := guide.fill(row)) is not None]
+        if len(due) == 1:
+            [(matcher, row)] = due
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        elif due:
+            places, size = [row.ctypes.data for _, row in due], due[0][1].nbytes
+            first = min(places)
+            work = [(matcher, (at - first) // size) for (matcher, _), at in zip(due, places, strict=True)]
+            self._workers().unsafe_compute_mask_ptr(work, first, size, (max(places) - first) // size + 1)
+        for guide, _ in rows:
+            guide.stale = False
+
+    def compile(self, grammar: str, param: str = "structured_outputs") -> LLMatcher:
         """A matcher at the start of `grammar`. RequestError naming `param`: it is no grammar, too large, or not to be met."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -176,17 +174,25 @@ class Grammars:
                 found.compute_bitmask()
                 if found.is_stopped() and not found.is_accepting():
                     nothing = found.stop_reason().startswith("NoExtension")
-                    raise bad(param, f"cannot be enforced: {'nothing can satisfy it' if nothing else _line(found.get_error())}")
+                    why = "nothing can satisfy it" if nothing else one_line(found.get_error())
+                    raise bad(param, f"cannot be enforced: {why}")
                 self._ready[grammar] = found
             self._ready.move_to_end(grammar)
             if len(self._ready) > _REMEMBERED:
                 self._ready.popitem(last=False)
-            return Matcher(found.deep_copy())
+            return found.deep_copy()
 
     def open(self) -> None:
         """Prepare the vocabulary now, not at the first use."""
         with self._lock:
             self._open()
+
+    def _workers(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        return self._executor
 
     def _open(self) -> LLTokenizer:
         if self._backend is None:
@@ -210,10 +216,3 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), False)
-
-
-def _line(text: str) -> str:
-    """What a message says, in one short line: its first and, of a list of faults, the last; not the states that follow."""
-    lines = [" ".join(line.split()) for line in text.split("<state>")[0].splitlines() if line.strip()]
-    faults = [line for line in lines[1:] if line.startswith("error:")]
-    return "; ".join(line if len(line) <= 200 else f"{line[:197]}..." for line in lines[:1] + faults[-1:])

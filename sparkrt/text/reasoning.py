@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sparkrt.text.incoming import BLANK, Incoming, Reading, Sink, Trimmed
 
 BEGIN, END = "<think>", "</think>"
+CLOSING = f"\n{END}"  # what ends thinking that is cut, as models were taught to end it
 _BEGIN, _END = BEGIN.encode(), END.encode()
 PARSERS = ("qwen3", "deepseek_r1")
 
@@ -34,6 +35,10 @@ class ReasoningFormat:
         if tail.endswith((BEGIN, END)):
             return tail.endswith(BEGIN)
         return True if self.implied else None
+
+    def within(self, prompt: str) -> bool | None:
+        """The same for a prompt that nobody rendered: it may end anywhere."""
+        return self.thinks(prompt, continues=True) or self.thinks(prompt, continues=False)
 
     def read(self, source: Incoming, thinks: bool | None, think: Sink, say: Sink) -> Reading[None]:
         """Read up to where the answer begins. Blanks around the thinking are not given out."""
@@ -69,6 +74,34 @@ class ThoughtCounter:
                 self.open = _END not in self._text
                 self._text = self._text[-len(_END) :]
         return self._count
+
+
+class ThinkingBudget:
+    """Closes an answer's thinking when it has had so many tokens: from there the closing tag is forced, token by token."""
+
+    def __init__(self, budget: int, thinks: bool | None, token_bytes: Callable[[int], bytes], closing: Sequence[int]) -> None:
+        self._budget, self._counter, self._ids = budget, ThoughtCounter(thinks, token_bytes), list[int]()
+        self._due = list(closing[::-1]) if thinks and not budget else []
+        self._closing = closing
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next; None: any."""
+        return self._due[-1] if self._due else None
+
+    def depends(self, place: int) -> bool:
+        """Whether the token at `place` in the answer may be forced: depending on the one before it."""
+        return self._counter.open and place >= self._budget
+
+    def advance(self, token_id: int) -> None:
+        if self._due:
+            self._due.pop()
+        if not self._counter.open:
+            return
+        self._ids.append(token_id)
+        thought = self._counter.count(self._ids)
+        if self._counter.open and thought >= max(self._budget, 1) and not self._due:
+            self._due = list(self._closing[::-1])
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:

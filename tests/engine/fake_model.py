@@ -6,7 +6,7 @@ not contiguous or off the grid, rows beyond its limits, slots taken while a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +159,8 @@ class FakeModel:
     def _in_use(self, slot: int) -> bool:
         return any(slot in slots for _, slots, _ in self._steps.values())
 
-    def launch(self, batch: ForwardBatch) -> int:
+    def launch(self, batch: ForwardBatch, before_sampling: Callable[[], None] | None = None) -> int:
+        assert before_sampling is None, "its sequences have no masks"
         assert len(self._steps) < 2, "more than one step ahead"
         assert batch.num_tokens > 0
         assert batch.num_tokens <= self.options.max_tokens

@@ -170,7 +170,7 @@ def test_a_loop_collected_as_garbage_during_a_step_waits_for_its_end(ahead):
     core, model = engine(ahead)
     loops, launch = [loop_of(core, request("a", max_tokens=100))], model.launch
     next(loops[0])
-    model.launch = lambda batch: (loops.clear(), launch(batch))[1]
+    model.launch = lambda *about: (loops.clear(), launch(*about))[1]
     core.add(request("b", max_tokens=3))
     assert drain(core)[0] == {"b": alone(request("b", max_tokens=3))}
     assert not loops

@@ -67,6 +67,43 @@ def test_the_constraint_starts_after_the_thinking(thinker: Server, thinking: boo
     assert (cut["content"], cut["reasoning"], reason) == (None, "Hm", "length")
 
 
+def test_thinking_within_a_budget(thinker: Server) -> None:
+    """A token for each character: so many of them, then the tag, then what the model says after it, or what a grammar wants."""
+    for budget, thought in ((0, ""), (4, "Hm {"), (7, "Hm {5}."), (8, "Hm {5}.")):
+        body: dict[str, Any] = {"enable_thinking": True, "thinking_token_budget": budget}
+        message, reason = said(thinker, **body)
+        assert (message.get("reasoning", ""), message["content"]) == (thought, "Just prose, no JSON at all!")
+        assert reason == "stop"
+        counted = {"messages": [{"role": "user", "content": "Go on"}], "n": 2, "max_tokens": 200, "temperature": 0, **body}
+        spent = len(thought) + (1 if budget == 8 else 2)  # the closing tag, and the line feed before a forced one
+        for usage in (
+            thinker.post(CHAT, counted)["usage"],
+            thinker.stream(CHAT, **counted, stream_options={"include_usage": True})[-1]["usage"],
+        ):
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * spent}
+        message, _ = said(thinker, response_format=FORMAT, **body)
+        assert message.get("reasoning", "") == thought
+        jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    cut, reason = said(thinker, max_tokens=5, enable_thinking=True, thinking_token_budget=4)
+    assert (cut["reasoning"], cut["content"], reason) == ("Hm {", None, "length")
+    off, _ = said(thinker, enable_thinking=False, thinking_token_budget=2)
+    assert off["content"].startswith("Hm {5}.")
+    [text] = thinker.complete(prompt="<think> So,\n", thinking_token_budget=2, max_tokens=60, temperature=0)["choices"]
+    assert text["text"] == "Hm\n</think> Just prose, no JSON at all!"
+
+
+def test_other_names_of_the_budget(thinker: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 100, "temperature": 0}
+    answer = thinker.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 2}})
+    assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["Hm", "Just prose, no JSON at all!"]
+    refused = thinker.http.post("/v1/messages", json={**body, "thinking": {"type": "enabled", "budget_tokens": 0}})
+    assert (refused.status_code, "budget_tokens" in refused.json()["error"]["message"]) == (400, True)
+    assert thinker.post(CHAT, {**body, "thinking_token_budget": -2}, 400)["param"] == "thinking_token_budget"
+    for effort, thought in (("none", ""), ("high", "Hm {5}.")):  # unless a template knows a switch, it is closed at once
+        message, _ = said(thinker, reasoning_effort=effort, enable_thinking=True)
+        assert message.get("reasoning", "") == thought
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 def test_calls_are_enforced(thinker: Server, thinking: bool) -> None:
     """T02: a model that would not call anything must."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkrt.errors import RequestError
-from sparkrt.text.grammar import Grammars, Matcher, body_of, grammar_of
+from sparkrt.text.grammar import Grammars, body_of, grammar_of
+from sparkrt.text.guide import Guide
 from sparkrt.text.reply import ReplyParser
 from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools import FORMATS
@@ -23,13 +24,14 @@ from tests.serve import TINY
 TOKENIZER = Tokenizer.from_folder(TINY)
 [CLOSING] = TOKENIZER.encode("]", False)
 WORDS = 192  # uint32 of a mask: 4 more than the vocabulary of 6,131 fills
+OVER = ("stop", None)
 GRAMMARS = Grammars(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_token_ids)
 
 
-def allowed(matcher: Matcher) -> np.ndarray:
+def allowed(guide: Guide) -> np.ndarray:
     """The ids, in order."""
     bits = np.full(WORDS, 0xFFFFFFFF, np.uint32)
-    matcher.fill(bits)
+    GRAMMARS.fill([(guide, bits)])
     assert not bits[-(-TOKENIZER.vocab_size // 32) :].any()
     return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
 
@@ -40,26 +42,26 @@ def may_end(options: np.ndarray) -> bool:
 
 def follows(grammar: str, text: str) -> bool:
     """Whether `grammar` allows exactly this answer, token by token, and its end."""
-    matcher = GRAMMARS.compile(grammar)
+    guide = GRAMMARS.guide((grammar, "x"))
     for token in TOKENIZER.encode(text, False):
-        if token not in allowed(matcher):
+        if token not in allowed(guide):
             return False
-        matcher.advance(token)
-        assert not matcher.error
-    return matcher.stopped or may_end(allowed(matcher))
+        guide.advance(token)
+        assert guide.stopped in (None, OVER)
+    return guide.stopped == OVER or may_end(allowed(guide))
 
 
 def walk(grammar: str, rng: random.Random, limit: int = 600) -> str:
     """An answer drawn at random from what is allowed, the end where it may come."""
-    matcher, ids = GRAMMARS.compile(grammar), list[int]()
-    while not matcher.stopped and len(ids) < limit:
-        options = allowed(matcher)
+    guide, ids = GRAMMARS.guide((grammar, "x")), list[int]()
+    while guide.stopped is None and len(ids) < limit:
+        options = allowed(guide)
         if not len(options) or may_end(options):
             break
         closing = CLOSING if len(ids) > limit // 3 and CLOSING in options else None  # of a list that goes on and on
         ids.append(closing or int(rng.choice(options)))
-        matcher.advance(ids[-1])
-    assert not matcher.error
+        guide.advance(ids[-1])
+    assert guide.stopped in (None, OVER)
     assert len(ids) < limit
     return TOKENIZER.decode(ids)
 
@@ -86,10 +88,10 @@ def test_kinds(asked: dict[str, Any], good: str, bad: str) -> None:
     assert not follows(grammar_of([body], True), good)
 
 
-def compiled(asked: dict[str, Any]) -> Matcher:
+def compiled(asked: dict[str, Any]) -> Guide:
     body = body_of(asked, "guided")
     assert body is not None
-    return GRAMMARS.compile(grammar_of([body]), "guided")
+    return GRAMMARS.guide((grammar_of([body]), "guided"))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +125,13 @@ def test_expensive_expressions(pattern: str) -> None:
     """J02: compiled or refused, and the first masks made or given up, within the limits; the test's time limit is the judge."""
     for asked in ({"regex": pattern}, {"json": {"type": "string", "pattern": pattern}}):
         try:
-            matcher = compiled(asked)
+            guide = compiled(asked)
         except RequestError:
             continue
         for _ in range(20):
-            if matcher.stopped or not len(options := allowed(matcher)):
+            if guide.stopped or not len(options := allowed(guide)):
                 break
-            matcher.advance(int(options[0]))
+            guide.advance(int(options[0]))
 
 
 def test_recursive_schemas() -> None:
