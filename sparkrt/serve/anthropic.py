@@ -120,7 +120,7 @@ def _text(content: Any, param: str) -> str:
 
 
 class MessagesGeneration(ChatGeneration):
-    kind = "msg"
+    kind = "msg_"
     named_events = True
     describe = staticmethod(describe_error)
 

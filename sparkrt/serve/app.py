@@ -26,6 +26,7 @@ from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
 from sparkrt.serve.keys import KeyGuard
 from sparkrt.serve.openapi import document
+from sparkrt.serve.responses import routes as responses
 from sparkrt.serve.serving import Serving
 
 Handler = Callable[[Serving, Any, Request], Awaitable[Any]]
@@ -101,6 +102,33 @@ async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
 OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("POST", "/v1/chat/completions", chat_completions, p.ChatBody, p.ChatCompletion, "Answer a conversation"),
     ("POST", "/v1/completions", completions, p.CompletionBody, p.Completion, "Continue a text"),
+    ("POST", "/v1/responses", responses.create_response, p.ResponsesBody, p.Response, "Answer a conversation, in items"),
+    (
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input_tokens,
+        p.ResponsesBody,
+        p.InputTokens,
+        "How long its prompt is",
+    ),
+    ("GET", "/v1/responses/{response_id}", responses.get_response, None, p.Response, "A response that was stored"),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, p.Deleted, "Forget it"),
+    (
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        responses.list_input_items,
+        None,
+        p.ResponseItems,
+        "What it was made from",
+    ),
+    (
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        responses.cancel_response,
+        None,
+        p.Response,
+        "Refused: nothing runs in the background",
+    ),
     ("POST", "/v1/messages", messages, p.MessagesBody, p.Message, "Answer a conversation, in Anthropic's way"),
     ("POST", "/v1/messages/count_tokens", count_tokens, p.CountTokensBody, p.TokenCount, "How long its prompt is"),
     ("GET", "/v1/models", models, None, p.ModelList, "The model, under each of its names"),

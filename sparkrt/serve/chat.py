@@ -91,7 +91,7 @@ def _chosen(named: Any, tools: list[Tool], param: str) -> Tool:
 
 
 class ChatGeneration(Generation):
-    kind = "chatcmpl"
+    kind = "chatcmpl-"
 
     def __init__(
         self,

@@ -64,6 +64,8 @@ class ServeArgs:
     uvicorn_log_level: str = "warning"
     allowed_origins: list[str] = field(default_factory=list)
     api_keys: list[str] = field(default_factory=list)  # none: everybody may ask
+    response_store: str | None = None  # a file for what /v1/responses keeps; memory, unless asked for: it holds what people say
+    response_store_bytes: int = 64 * 2**20  # of it
     without_effect: list[str] = field(default_factory=list)  # flags that were given
 
 
@@ -118,6 +120,8 @@ def _build() -> Parser:
     add("--allowed-origins", type=_strings, metavar="JSON", help="CORS origins, for example '[\"*\"]' (default: none)")
     add("--api-key", dest="api_keys", nargs="+", metavar="KEY", help="keys that requests must bring one of (default: none)")
     add("--api-key-file", type=_keys, metavar="FILE", help="a file of more of them, one a line; other users cannot see it in ps")
+    add("--response-store", metavar="FILE", help="where /v1/responses keeps its answers (default: in memory, until the end)")
+    add("--response-store-bytes", type=_bytes, metavar="N", help="how much of them; 1G works; 0: nothing (default: 64M)")
     add("--shutdown-timeout", type=seconds, metavar="S", help="seconds that running requests get at the end (default: 5)")
     add("--enable-log-requests", action="store_true", help="log a line per request (never its prompt)")
     add("--disable-log-stats", action="store_true", help="no line of throughput every 10 s")
@@ -144,6 +148,11 @@ def _build() -> Parser:
     return parser
 
 
+def _scaled(text: str) -> int:
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
+    return int(text if unit == 1 else text[:-1]) * unit
+
+
 def _keys(path: str) -> list[str]:
     try:
         found = Path(path).read_text(encoding="utf-8").split()
@@ -161,6 +170,7 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
+_bytes = checked(_scaled, lambda n: 0 <= n < 2**48, "a number of bytes, such as 64M")
 _logprobs = checked(int, lambda n: 0 <= n <= MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")
 _object = checked(_json, lambda value: isinstance(value, dict), "a JSON object")
 _strings = checked(_json, lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a JSON list of strings")

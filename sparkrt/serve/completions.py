@@ -54,7 +54,7 @@ def _split(prompt: str | list[Any]) -> list[Any]:
 
 
 class CompletionGeneration(Generation):
-    kind = "cmpl"
+    kind = "cmpl-"
 
     def __init__(self, echoed: list[str], *rest: Any, **more: Any) -> None:
         super().__init__(*rest, **more)

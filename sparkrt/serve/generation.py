@@ -93,7 +93,7 @@ class Generation(ABC):
         self.tokenizer = serving.tokenizer
         self.params = params
         self.body = body
-        self._head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.args.names[0]}
+        self._head = {"id": f"{self.kind}{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.args.names[0]}
         self._prompts = [RequestOutput(f"{self._head['id']}/{i}", None, ids) for i, ids in enumerate(prompts)]
         self._serving = serving
         self._began = time.monotonic()

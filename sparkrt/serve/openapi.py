@@ -47,6 +47,8 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
             entry["requestBody"] = {"required": True, "content": {"application/json": form}}
         if names := re.findall(r"{(\w+)", path):
             entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+        if "query" in about:
+            entry.setdefault("parameters", []).extend({"name": n, "in": "query", **rest} for n, rest in about["query"].items())
         entry["security"] = [] if path == "/health" else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
@@ -88,7 +90,8 @@ def _responses(path: str, row: tuple[Any, Any], schemas: JSON, texts: JSON, abou
         statuses |= {status: {"description": text, "content": right} for status, text in about["statuses"].items()}
     else:
         found = ["500", "503"] + (["400", "413", "415"] if asked else []) + (["404"] if "model" in asked or "{" in path else [])
-        statuses |= {status: {"description": texts[status], "content": wrong} for status in found}
+        said = {status: texts[status] for status in found} | about.get("errors", {})
+        statuses |= {status: {"description": text, "content": wrong} for status, text in said.items()}
     if path != "/health":
         statuses["401"] = {"description": texts["401"], "content": {"application/json": {"schema": schemas[p.ErrorBody]}}}
     return dict(sorted(statuses.items()))

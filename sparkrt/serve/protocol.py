@@ -47,6 +47,15 @@ _ASKED |= {"top_p": float, "top_k": int, "tools": list[Object], "tool_choice": O
 _ASKED |= {"output_config": Object}
 MessagesBody = _struct("MessagesBody", _ASKED, messages=list[Object], max_tokens=int)
 CountTokensBody = _struct("CountTokensBody", _ASKED | {"max_tokens": int}, messages=list[Object])
+_RESPONDING: Object = {"model": str, "instructions": str, "previous_response_id": str, "store": bool, "metadata": dict[str, str]}
+_RESPONDING |= {"tools": list[Object], "tool_choice": str | Object, "parallel_tool_calls": bool, "max_output_tokens": int}
+_RESPONDING |= {"text": Object, "reasoning": Object, "include": list[str], "top_logprobs": int, "stream": bool, "user": str}
+_RESPONDING |= {"stream_options": Object, "prompt_cache_key": str, "safety_identifier": str}  # shown again, no more
+# what chat knows besides, under its names there
+SHARED = {name for name in _SAMPLING if name not in ("n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")}
+SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"}
+_SHARED: Object = {name: kind for name, kind in (_GENERATION | _TEMPLATE).items() if name in SHARED}
+ResponsesBody = _struct("ResponsesBody", _SHARED | _RESPONDING, input=str | list[Object])
 DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 
 # field → the values that ask for nothing; null never does
@@ -63,6 +72,12 @@ REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     ChatBody: _NOT_OFFERED | {"echo": (False,), "chat_template": ()},
     MessagesBody: {"mcp_servers": ([],), "container": ()},
     CountTokensBody: {"mcp_servers": ([],)},
+    ResponsesBody: {
+        **dict.fromkeys(("access_programs", "conversation", "moderation", "prompt"), ()),
+        "background": (False,),
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    },
     TokenizeBody: {},
     DetokenizeBody: {},
 }
@@ -96,6 +111,19 @@ ChatChoice = _struct("ChatChoice", _SAID | _MORE, **_CHOICE, logprobs=ChatLogpro
 ChatCompletion = _struct("ChatCompletion", {"usage": Usage} | _PROMPT, **_HEAD, choices=[ChatChoice])
 _STOPPED: Object = {"stop_reason": str | None, "stop_sequence": str | None}
 Message = _struct("Message", id=str, type=str, role=str, model=str, content=list[Object], **_STOPPED, usage=dict[str, int])
+_USED: Object = {"input_tokens": int, "input_tokens_details": dict[str, int], "output_tokens": int}
+ResponsesUsage = _struct("ResponsesUsage", **_USED, output_tokens_details=dict[str, int], total_tokens=int)
+_RESPONSE: Object = {"id": str, "object": str, "created_at": int, "completed_at": int | None, "status": str, "background": bool}
+_RESPONSE |= {"error": Object | None, "incomplete_details": Object | None, "instructions": str | None}
+_RESPONSE |= {"max_output_tokens": int | None, "max_tool_calls": int | None, "metadata": dict[str, str], "model": str}
+_RESPONSE |= {"output": list[Object], "parallel_tool_calls": bool, "previous_response_id": str | None}
+_RESPONSE |= {"prompt_cache_key": str | None, "reasoning": Object, "safety_identifier": str | None, "service_tier": str}
+_RESPONSE |= {"store": bool, "temperature": float, "text": Object, "tool_choice": str | Object, "tools": list[Object]}
+_RESPONSE |= {"top_logprobs": int, "top_p": float, "truncation": str, "usage": ResponsesUsage | None, "user": str | None}
+Response = _struct("Response", **_RESPONSE)
+ResponseItems = _struct("ResponseItems", object=str, data=list[Object], first_id=str, last_id=str, has_more=bool)
+Deleted = _struct("Deleted", id=str, object=str, deleted=bool)
+InputTokens = _struct("InputTokens", object=str, input_tokens=int)
 TokenCount = _struct("TokenCount", input_tokens=int)
 AnthropicError = _struct("AnthropicError", type=str, error=dict[str, str])
 _MODEL: Object = {"owned_by": str, "root": str, "parent": str | None, "max_model_len": int}

@@ -15,6 +15,7 @@ from sparkrt.serve.engine import EngineClient
 from sparkrt.serve.http import require
 from sparkrt.serve.metrics import Metrics
 from sparkrt.serve.protocol import SAMPLING_FIELDS
+from sparkrt.serve.responses.store import ResponseStore
 from sparkrt.text.reasoning import BEGIN, END, reasoning_format
 from sparkrt.text.template import ChatTemplate, check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ class Serving:
     """State of the API process. Requests that arrive while the model loads wait for `opened`; long texts are read in threads."""
 
     def __init__(self, args: ServeArgs, client: EngineClient) -> None:
+        """LoadError: what /v1/responses keeps cannot be opened."""
+        self.responses = ResponseStore(args.response_store, args.response_store_bytes)
         self.args = args
         self.client = client
         self.created = int(time.time())
@@ -60,6 +63,7 @@ class Serving:
         """Requests in flight, and those that wait for the model, end with an error."""
         error = CapacityError("the server is shutting down")
         self.client.fail_all(error)
+        self.responses.close()
         if not self.opened.done():
             self.opened.set_exception(error)
             self.opened.exception()  # there may be nobody to take it

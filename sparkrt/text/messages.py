@@ -69,14 +69,14 @@ def _message(message: object, param: str) -> dict[str, Any]:
     if calls:  # an empty list is the same as none
         result["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
     # templates join the content to other strings without asking, that of a mere tool call too
-    result["content"] = _content(content, f"{param}.content")
+    result["content"] = content_text(content, f"{param}.content")
     reasoning = next((result[name] for name in _REASONING if name in result), None)
     if reasoning is None:
         return result
     return {"thinking": reasoning, **result, "reasoning_content": _text(reasoning, f"{param}.reasoning_content")}
 
 
-def _content(content: object, param: str) -> str:
+def content_text(content: object, param: str) -> str:
     """The text of a content: a string, or the texts of its parts in order."""
     if isinstance(content, str):
         return _text(content, param)
@@ -104,13 +104,13 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise bad(f"{where}.function", "expected an object with a name")
-        arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+        arguments = call_arguments(function.get("arguments"), f"{where}.function.arguments")
         # the order of keys is kept: templates may print a call as JSON
         result.append(plain({**call, "function": {**function, "arguments": arguments}}, where))
     return result
 
 
-def _arguments(arguments: object, param: str) -> Mapping[str, Any]:
+def call_arguments(arguments: object, param: str) -> Mapping[str, Any]:
     """Arguments as an object, from an object or its JSON text. None, "" and the text "null" mean none were given."""
     if isinstance(arguments, str):
         try:

@@ -1,5 +1,5 @@
-"""An engine without a model, for faults that the real one does not have: it recites SCRIPT, or what the prompt has between ⟦ and
-⟧ (⟪ and ⟫: a token for each byte), or does what the prompt says.
+"""An engine without a model, for faults that the real one does not have: it recites SCRIPT, or what the prompt has last between
+⟦ and ⟧ (⟪ and ⟫: a token for each byte), or does what the prompt says.
 
 Run as a program it is a server around that engine: `python -m tests.serve.fake_engine [flags of sparkrt serve]`.
 """
@@ -54,9 +54,9 @@ class FakeEngine:
             raise CapacityError("the engine is full")
         script = self._tokenizer.encode(SCRIPT, add_special_tokens=False)
         if "⟦" in prompt:
-            script = self._tokenizer.encode(prompt.split("⟦")[1].split("⟧")[0], add_special_tokens=False)
+            script = self._tokenizer.encode(prompt.split("⟦")[-1].split("⟧")[0], add_special_tokens=False)
         if "⟪" in prompt:
-            script = [self._bytes[byte] for byte in prompt.split("⟪")[1].split("⟫")[0].encode()]
+            script = [self._bytes[byte] for byte in prompt.split("⟪")[-1].split("⟫")[0].encode()]
         script = script * 500 if "FOREVER" in prompt else [*script, *self._tokenizer.eos_token_ids[:1]]
         self._running[request.request_id] = Running(request, prompt, script)
 

@@ -60,7 +60,7 @@ def ask(client: Anthropic, **body: Any) -> anthropic.types.Message:
 
 def test_greeting(client: Anthropic) -> None:
     message = ask(client, messages=user("Hello!"))
-    assert message.id.startswith("msg-")
+    assert message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
     assert blocks(message) == [{"type": "text", "text": HELLO}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)

@@ -14,11 +14,11 @@ from tests.serve.harness import PATIENCE, Server
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 4000, "temperature": 0}
 
 
-def send(server: Server, body: dict[str, Any]) -> socket.socket:
+def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
     """A connection over which `body` was sent, and nothing read."""
     content = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
 
 

@@ -94,6 +94,7 @@ def test_wrong_command_lines() -> None:
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization must be in (0, 1]"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8"),
+        (["--response-store-bytes", "-1"], "'-1' is not a number of bytes"),
         (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
         (["--override-generation-config", "{"], "is not JSON"),
         (["a", "--model", "b"], "two models named"),
@@ -121,6 +122,8 @@ def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert "config.json" in fails(1, str(tmp_path))
     assert "absent.jinja: no such file" in fails(1, "--chat-template", str(tmp_path / "absent.jinja"), module=FAKE)
+    store = str(tmp_path / "absent" / "responses.db")
+    assert fails(1, "--response-store", store, module=FAKE).endswith(f"--response-store {store}: No such file or directory")
     assert fails(1, "load-error", module=FAKE).endswith("model.safetensors: tensor x has shape [2], expected [3]")
     assert fails(1, "load-bug", module=FAKE).endswith("loading failed: ZeroDivisionError: a bug of two lines")
 
