@@ -11,14 +11,16 @@ INSTALL_ARCHS := $(or $(SPARKRT_CUDA_ARCHS),$(if $(wildcard /dev/nvidiactl /dev/
 INSTALL := $(if $(INSTALL_ARCHS),SPARKRT_CUDA_ARCHS=$(INSTALL_ARCHS) )$(PY) -m pip install --quiet --disable-pip-version-check
 WHEEL_ARCHS := 80,90a,100a,120a,121a
 READY_DEV := .venv/ready-dev-$(KEY)
+READY_DOCS := .venv/ready-docs-$(KEY)
 
-.PHONY: help serve test lint format kernels build build-report gpu-test wheel bench goldens clean
+.PHONY: help serve test lint format docs kernels build build-report gpu-test wheel bench goldens clean
 
 help:
 	@echo "make serve    serve the bundled model on port $(PORT) (ARGS='MODEL --flag ...' for another)"
 	@echo "make test     run the tests"
 	@echo "make lint     ruff, mypy, import-linter, sizes, clang-format"
 	@echo "make format   let ruff and clang-format rewrite the sources"
+	@echo "make docs     build the documentation into site/ (ARGS=serve: show it on port 8001, and build again on every change)"
 	@echo "make kernels  compile the CUDA kernels in place (SPARKRT_CUDA_ARCHS=80,90a for other GPUs than this machine's)"
 	@echo "make gpu-test run the tests that need a GPU"
 	@echo "make build    build a wheel, with kernels for this machine's GPU where nvcc is found"
@@ -50,6 +52,10 @@ format: $(READY_DEV)
 	@$(PY) -m ruff format .
 	@$(PY) tools/clang_format.py
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY_DOCS)
+	@.venv/bin/mkdocs $(if $(filter serve,$(ARGS)),serve --dev-addr 127.0.0.1:8001,build --quiet --strict)
+
 kernels: $(READY_DEV)
 	@$(PY) build_kernels.py
 
@@ -78,7 +84,7 @@ goldens:
 	@nice -n 10 .cache/goldens/bin/python -m tools.make_template_goldens
 
 clean:
-	rm -rf sparkrt/_lib sparkrt/_kernels*.so .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf sparkrt/_lib sparkrt/_kernels*.so .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -94,3 +100,8 @@ $(READY_DEV): | .venv/bin/python
 	@echo "setting up .venv for development"
 	@$(INSTALL) --editable '.[dev]'
 	@rm -f .venv/ready-* && touch $(READY) $@
+
+$(READY_DOCS): | .venv/bin/python
+	@echo "setting up .venv for the documentation"
+	@$(INSTALL) --editable '.[docs]'
+	@touch $@

@@ -162,7 +162,7 @@ def svg(title: str, step: float, lines: list[Line]) -> str:
     scale = width / max(step, sum(max(x.count * x.in_step, 0) for x in lines))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{(len(lines) + 2) * height}" '
-        f'font-family="sans-serif" font-size="11">',
+        f'font-family="sans-serif" font-size="11" fill="#7c8594">',
         f'<text x="4" y="13" font-weight="bold">{title}: {step:.0f} us</text>',
     ]
     at = 0.0

@@ -34,7 +34,11 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 class LLM:
     """A model loaded into this process. Not thread-safe; close it, or use it in a `with`, to give its memory back at once.
 
-    `model`: a folder, a GGUF file or a hub id (None: sparkrt-tiny); `options`: of `EngineConfig`. LoadError if it cannot be.
+    `model`: a folder, a GGUF file or a hub id (None: sparkrt-tiny). `options`: those of `EngineConfig`. `progress(stage, done,
+    total)` is called while loading. LoadError, before anything large is allocated, if the model cannot be served so.
+
+    `tokenizer` has `encode(text) -> list[int]`, `decode(ids) -> str` and `eos_token_ids`; `info` has what is known of the model:
+    `max_model_len` in tokens, `vocab_size`, `sampling_defaults`, and `lines`, the summary that a server prints.
     """
 
     def __init__(self, model: str | None = None, *, progress: Progress | None = None, **options: Any) -> None:
@@ -49,6 +53,7 @@ class LLM:
         return self.core.config
 
     def get_tokenizer(self) -> Tokenizer:
+        """The same as `tokenizer`."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -63,7 +68,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to all prompts, in their order, computed together. RequestError before anything runs, if one cannot be.
+        """Answers to all prompts, in their order, computed together. A prompt is text, a list of token ids, {"prompt": text} or
+        {"prompt_token_ids": ids}. RequestError before anything runs, if one cannot be answered.
 
         Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each its own.
         `priority` has one number for each prompt: lower ones go first (`scheduling_policy="priority"`).
@@ -82,7 +88,11 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several. Without `sampling_params` they may take the rest of the context."""
+        """Answers to one conversation or several, each a list of {"role": ..., "content": ...}, by the model's chat template.
+
+        Without `sampling_params` they may take the rest of the context. `tools` are in OpenAI's form; calls and thinking stay in
+        the text as the model writes them. RequestError names what the template cannot render.
+        """
         check_kwargs(kwargs := chat_template_kwargs or {})  # before they become keyword arguments, where some would clash
         given, prompts = None if tools is None else list(tools), list[tuple[str | None, Sequence[int]]]()
         for chat in [messages] if not messages or isinstance(messages[0], Mapping) else messages:
@@ -95,15 +105,16 @@ class LLM:
     @overload
     def decode_loop(self, prompt_ids: Sequence[Ids], sampling_params: SamplingParams | None = None) -> BatchDecodeLoop: ...
     def decode_loop(self, prompt_ids: Any, sampling_params: Any = None) -> DecodeLoop | BatchDecodeLoop:
-        """An iterator of token ids for one prompt; for a list of prompts, of one id (or None) per prompt and step.
+        """An iterator of token ids for one prompt [length]; for a list of prompts, of lists [prompts] of an id, or None, a step.
 
-        No text, no stop strings, no log-probabilities. A loop reserves its `max_tokens`: unless given, the rest of the context.
+        No text, no stop strings, no log-probabilities: RequestError where they are asked for. A loop reserves its `max_tokens`,
+        unless given the rest of the context: CapacityError where other loops hold too much of it.
         """
         one = not len(prompt_ids) or _is_ids(prompt_ids)
         return DecodeLoop(self, prompt_ids, sampling_params) if one else BatchDecodeLoop(self, prompt_ids, sampling_params)
 
-    def loop_request(self, prompt_ids: Ids, sampling_params: SamplingParams | None) -> EngineRequest:
-        """One resolved request of a decode loop. Raises RequestError for what a loop does not do."""
+    def _loop_request(self, prompt_ids: Ids, sampling_params: SamplingParams | None) -> EngineRequest:
+        """One resolved request of a decode loop. RequestError for what a loop does not do."""
         params = sampling_params or self._open_ended()
         for name, neutral in (("n", 1), ("stop", []), ("logprobs", None), ("prompt_logprobs", None)):
             if getattr(params, name) != neutral:
@@ -186,7 +197,7 @@ class LLM:
             core.settle()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the prefix cache holds."""
+        """Forget what the prefix cache holds and no running request uses."""
         self.core.reset_prefix_cache()
 
     def close(self) -> None:
@@ -235,7 +246,7 @@ class Loop:
         self._core, self._outbox, self._jobs, self._live = llm.core, list[EngineOutput](), list[Job](), set[str]()
         if not prompts:
             raise RequestError("no prompts", param="prompt")
-        self._jobs = self._core.open_loop([llm.loop_request(ids, sampling_params) for ids in prompts], self._outbox)
+        self._jobs = self._core.open_loop([llm._loop_request(ids, sampling_params) for ids in prompts], self._outbox)
         self._live |= {job.request_id for job in self._jobs}
 
     def _next(self) -> list[int | None]:
@@ -283,7 +294,7 @@ class BatchDecodeLoop(Loop, Iterator[list[int | None]]):
 
 
 class DecodeLoop(Loop, Iterator[int]):
-    """One prompt: an iterator of token ids, the stop id included. See `BatchDecodeLoop`."""
+    """One prompt: an iterator of token ids, the stop id included; `LLM.decode_loop` makes it. See `BatchDecodeLoop`."""
 
     def __init__(self, llm: LLM, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None) -> None:
         super().__init__(llm, [prompt_ids], sampling_params)

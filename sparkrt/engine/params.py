@@ -44,7 +44,7 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = _within(0, MAX_INT, default=16)
+    max_tokens: int | None = _within(0, MAX_INT, default=16)  # most tokens of an answer; None: the rest of the context
     min_tokens: int = _within(0, MAX_INT, default=0)
     logprobs: int | None = _within(0, MAX_LOGPROBS)
     prompt_logprobs: int | None = _within(0, MAX_LOGPROBS)
@@ -53,7 +53,7 @@ class SamplingParams:
     thinking_token_budget: int | None = _within(-1, MAX_INT)  # tokens of thinking after which it is closed; -1 means None
     structured_outputs: dict[str, Any] | None = None  # one of json (a schema), json_object, regex, choice, grammar
     skip_special_tokens: bool = True
-    detokenize: bool = True
+    detokenize: bool = True  # False: token ids only, no text
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -52,7 +52,7 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
         entry["security"] = [] if path == "/health" else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
-    refused = ", ".join(sorted({name for group in p.REFUSED.values() for name in group}))
+    refused = ", ".join(f"`{name}`" for name in sorted({name for group in p.REFUSED.values() for name in group}))
     info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"].format(refused=refused)}
     tags = [{"name": name, "description": text} for name, text in words["tags"].items()]
     parts = {"schemas": components | words["schemas"], "securitySchemes": _KEYS}

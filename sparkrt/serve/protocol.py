@@ -62,7 +62,7 @@ DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "ebnf", "json_schema", "prompt_embeds"), ()),
     **dict.fromkeys(("regex", "truncate_prompt_tokens", "web_search_options"), ()),
-    **dict.fromkeys(("bad_words", "documents"), ([],)),
+    **dict.fromkeys(("bad_words", "custom_logit_processor", "documents", "logits_processors", "stop_regex"), ([],)),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
 }
 _NOT_OFFERED |= {"modalities": ([], ["text"])}

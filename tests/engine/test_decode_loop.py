@@ -15,7 +15,7 @@ from tests.engine.test_core import DEPTHS, alone, drain, engine, idle, request
 
 
 def llm(core):
-    return SimpleNamespace(core=core, loop_request=lambda request, params: request)
+    return SimpleNamespace(core=core, _loop_request=lambda request, params: request)
 
 
 def loop_of(core, request):
