@@ -1,15 +1,18 @@
-"""Where the time of one decode step goes, launch by launch, on a GPU.
+"""Where the time of one step goes, launch by launch, on a GPU.
 
     python -m benchmarks.step --model benchmarks/models/35b --batch 1 --option load_format=dummy
+    python -m benchmarks.step --model benchmarks/models/35b --prompt 4096 --option load_format=dummy
 
-The launches of a step's forward are recorded while all rows are resident, and replayed as CUDA graphs between events; times are
-medians. Launches that differ in their weights only are one kind, and a line:
+The launches of a decode step's forward are recorded while all rows are resident, or those of a step that is one whole prompt, and
+replayed as CUDA graphs between events; times are medians. Launches that differ in their weights only are one kind, and a line:
 
-- "in step": what the step takes less without the kind's launches, by launch. Bubbles before and after it are in it.
+- "in step": what the step takes less without the kind's launches, by launch. Bubbles before and after it are in it. Of a
+  prompt it is what they take alone: clocks vary with the power drawn, a step without its large products is no measure.
 - "alone": by launch, of a graph that has the kind's launches only. Each layer has weights of its own, so that they come from
   memory where a step's layers have more of them than L2 holds; a kind with few bytes finds its data in L2.
 - "gap": the difference, what a launch costs beyond its own time; negative where it runs in the shadow of others.
-- "floor": what its bytes take at the copy ceiling, which is measured in the same run, and "%": floor of in step.
+- "floor": what its bytes take at the copy ceiling, or its products at that of a large product if that is longer, both measured in
+  the same run, and "%": floor of in step.
 
 In step, a kind of few launches is uncertain by the noise of the whole step, up to fifteen microseconds. What the kinds add up to
 is the last line; launches overlap, so that it is not the step. Results are garbage in the graphs that lack launches; the time of
@@ -31,7 +34,7 @@ from sparkrt.model.context import StepShape
 from sparkrt.model.model import HybridModel
 from sparkrt.model.step import padded_batch_n
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import Launchable, Stream
+from sparkrt.runtime.backend import GpuBackend, Launchable, Stream
 from sparkrt.runtime.cuda import CudaBackend
 
 
@@ -55,6 +58,21 @@ class Recorder:
 
     def launch(self, op: Launchable, args: Sequence[Any], stream: Stream) -> None:
         self.calls.append(Call(op, list(args)))
+
+
+class Listener(Recorder):
+    """Stands in for a backend that goes on working: launches are kept and made."""
+
+    def __init__(self, backend: GpuBackend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def launch(self, op: Launchable, args: Sequence[Any], stream: Stream) -> None:
+        super().launch(op, args, stream)
+        self._backend.launch(op, args, stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +104,34 @@ def moved(call: Call, context: int) -> float:
             out, q, k_pool = arrays[:3]
             _, heads, _, dim = k_pool.shape
             return 2 * rows * context * heads * dim * k_pool.dtype.itemsize + out.nbytes + q.nbytes
-        case "qk_norm_rope_append" | "embedding" | "select_tokens":
+        case "paged_attention_prefill":
+            out, q, k_pool = [a for a in arrays if len(a.shape) > 2][:3]
+            return out.nbytes + q.nbytes + 2.0 * context * k_pool.shape[1] * k_pool.shape[3] * k_pool.dtype.itemsize
+        case "gdn_prefill" | "conv_prefill":  # of the pool of states a slice's alone
+            return float(sum(a.nbytes for a in arrays if a.shape[0] == rows))
+        case "qk_norm_rope_append" | "embedding" | "select_tokens" | "mark_prompt":
             return 3.0 * arrays[0].nbytes
     return float(sum(a.nbytes for a in arrays))
+
+
+def operations(call: Call, context: int) -> float:
+    """Floating-point operations of a launch's products, where it is made of them."""
+    arrays = [a for a in call.args if isinstance(a, DeviceArray)]
+    rows = arrays[0].shape[0]
+    if call.op.name == "moe_experts":
+        _, _, gate_up, down, ids, *_ = arrays
+        return 2.0 * rows * ids.shape[1] * (gate_up.size + down.size) / gate_up.shape[0]
+    if call.op.name == "paged_attention_prefill":
+        return 4.0 * arrays[0].size * (context - rows / 2)
+    if "linear" in call.op.name:
+        return 2.0 * rows * weight_of(call).size
+    return 0.0
+
+
+def weight_of(call: Call) -> DeviceArray:
+    """The matrix of a linear operator: the last one with a row for each column of the output."""
+    out, *rest = (a for a in call.args if isinstance(a, DeviceArray))
+    return [a for a in rest if len(a.shape) == 2 and a.shape[0] == out.shape[1]][-1]
 
 
 def record(llm: LLM, batch: int, context: int) -> list[Call]:
@@ -114,7 +157,24 @@ def record(llm: LLM, batch: int, context: int) -> list[Call]:
     return recorder.calls
 
 
-def waterfall(bench: DeviceBench, calls: list[Call], context: int, ceiling: float) -> tuple[float, list[Line]]:
+def record_prompt(llm: LLM, tokens: int) -> list[Call]:
+    """The launches of the forward of a step that is one prompt of `tokens` tokens."""
+    core, model = llm.core, llm.core.model
+    assert isinstance(model, HybridModel)
+    core.add(*requests(llm, 1, tokens, 4, 0.0))
+    ctx = model._ctx
+    backend, ctx.backend = ctx.backend, (listener := Listener(ctx.backend))  # type: ignore[assignment]
+    try:
+        core.step()
+    finally:
+        ctx.backend = backend
+    core.settle()
+    return listener.calls
+
+
+def waterfall(
+    bench: DeviceBench, calls: list[Call], context: int, copy: float, multiply: float | None, subtract: bool
+) -> tuple[float, list[Line]]:
     """(microseconds of the whole step, a line by kind in the order of their first launch)."""
 
     def us(chosen: Sequence[Call]) -> float:
@@ -129,14 +189,15 @@ def waterfall(bench: DeviceBench, calls: list[Call], context: int, ceiling: floa
         kinds.setdefault(call.kind, []).append(call)
     step, lines = us(calls), []
     for kind, own in kinds.items():
-        rest = us([call for call in calls if call.kind != kind])
         again = own * max(1, 24 // len(own))
+        alone = us(again) / len(again)
+        in_step = (step - us([call for call in calls if call.kind != kind])) / len(own) if subtract else alone
         size = moved(own[0], context)
+        floor = max(size / copy, operations(own[0], context) / multiply if multiply else 0.0) * 1e6
         name = own[0].op.name
         if "linear" in name:
-            out, weight = own[0].args[0], max((a for a in own[0].args if isinstance(a, DeviceArray)), key=lambda a: a.nbytes)
-            name += f" {out.shape[1]} x {weight.shape[1]}"
-        lines.append(Line(name, len(own), (step - rest) / len(own), us(again) / len(again), size, size / ceiling * 1e6))
+            name += " {} x {}".format(*weight_of(own[0]).shape)
+        lines.append(Line(name, len(own), in_step, alone, size, floor))
     return step, lines
 
 
@@ -182,22 +243,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder, a GGUF file or a hub id")
     parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt, for a step of its prefill instead of decode")
     parser.add_argument("--context", type=int, default=1024, help="tokens behind each row (default: 1024)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an EngineConfig option")
     parser.add_argument("--svg", type=Path, help="where the picture goes")
     args = parser.parse_args()
-    options = dict(pair.split("=", 1) for pair in args.option)
+    options: dict[str, Any] = dict(pair.split("=", 1) for pair in args.option)
     options.setdefault("max_num_seqs", str(args.batch))
+    if args.prompt:
+        options |= {
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": str(args.prompt),
+            "max_model_len": str(args.prompt + 64),
+        }
+    context = args.prompt or args.context
     with LLM(args.model, **options) as llm:
-        calls = record(llm, args.batch, args.context)
+        calls = record_prompt(llm, args.prompt) if args.prompt else record(llm, args.batch, args.context)
         backend = llm.core.model._backend  # type: ignore[attr-defined]
         if not isinstance(backend, CudaBackend):
             parser.exit(1, "this is the host backend: there is no GPU to measure\n")
         bench = DeviceBench(backend)
-        ceiling = bench.copy_ceiling()
-        step, lines = waterfall(bench, calls, args.context, ceiling)
-    title = f"{Path(args.model).name}, {args.batch} rows, context {args.context}"
-    print(f"{title}; ceiling {ceiling / 1e12:.2f} TB/s\n{table(step, lines)}")
+        copy, multiply = bench.copy_ceiling(), bench.product_ceiling()
+        step, lines = waterfall(bench, calls, context, copy, multiply, subtract=args.prompt is None)
+    title = f"{Path(args.model).name}, " + (
+        f"a prompt of {args.prompt}" if args.prompt else f"{args.batch} rows, context {context}"
+    )
+    products = f", {multiply / 1e12:.0f} TFLOP/s" if multiply else ""
+    print(f"{title}; ceiling {copy / 1e12:.2f} TB/s{products}\n{table(step, lines)}")
     if args.svg:
         args.svg.write_text(svg(title, step, lines))
 

@@ -3,10 +3,11 @@
 // A tile is up to 128 pairs of one expert by 256 rows of its weights (gate_up: 128 gate rows and the 128 up rows that go with
 // them, so that silu(gate) * up is a matter of one thread), all of k in one chain of sums. Two warpgroups of 64 pairs compute; a
 // third fills a ring of four stages of 64 columns: weights by the copy engine; the pairs' rows, which lie scattered in x, by
-// cp.async, those of the activations in between, which are sorted, by the copy engine too. CTAs stay and take tiles in turn, so
-// that the next tile's operands come while a tile is stored. Tiles of a segment follow each other: its rows and its weights stay
-// in L2. The copy engine brings 32 rows of weights in the order (8t + 2j + b) -> (8j + 2t + b), so that a lane has 8 neighbouring
-// outputs and a quad stores 64 bytes.
+// cp.async, those of the activations in between, which are sorted, by the copy engine too. CTAs stay and draw tiles,
+// so that the next tile's operands come while a tile is stored, and that tiles which follow each other, those of a segment and of
+// an expert, run at the same time and find each other's rows and weights in L2 (dealt out in turn they drifted apart, and weights
+// came from memory twice). The copy engine brings 32 rows of weights in the order (8t + 2j + b) -> (8j + 2t + b), so that a lane
+// has 8 neighbouring outputs and a quad stores 64 bytes.
 //
 // 128 x 256 x 64 are 4.2 MFLOP, 1024 cycles of the tensor cores, against 48 KB from L2, whose throughput bounds it (85 %, ncu). A
 // third warpgroup of pairs would leave 128 registers a thread, what its sums alone take.
@@ -28,7 +29,8 @@ struct HopperTile {
     static constexpr int kPairBytes = kPairs * kK * 2, kRowBytes = kRows * kK * 2, kStageBytes = kPairBytes + kRowBytes;
     static constexpr int kWarps = kGroupThreads / kWarp;
     static constexpr int kBarriers = kStages * kStageBytes;
-    static constexpr int kBytes = kBarriers + 2 * kStages * 8;
+    static constexpr int kDrawn = kBarriers + 2 * kStages * 8;  // which tile a stage begins; the next, for those who fetch, twice
+    static constexpr int kBytes = kDrawn + (kStages + 2) * 4;
 };
 static_assert(HopperTile::kBytes <= 227 * 1024, "shared memory of a CTA");
 
@@ -60,13 +62,15 @@ template <typename T, bool kUp>
 struct HopperProduct : HopperTile {
     const Sorted& sorted;
     const Sizes& n;
+    uint8_t* const ring;
     const uint32_t base;
     const int k, steps, across, tiles;
 
-    __device__ HopperProduct(const Sorted& s, const Sizes& sizes, uint32_t shared)
+    __device__ HopperProduct(const Sorted& s, const Sizes& sizes, uint8_t* shared)
         : sorted(s),
           n(sizes),
-          base(shared),
+          ring(shared),
+          base(attn::smem_address(shared)),
           k(kUp ? sizes.hidden : sizes.width),
           steps(k / kK),
           across((kUp ? sizes.width * 2 : sizes.hidden) / kRows),
@@ -74,6 +78,8 @@ struct HopperProduct : HopperTile {
 
     __device__ uint32_t pairs_of(int stage) const { return base + stage * kStageBytes; }
     __device__ uint32_t rows_of(int stage) const { return pairs_of(stage) + kPairBytes; }
+    __device__ int& begun(int stage) const { return reinterpret_cast<int*>(ring + kDrawn)[stage]; }
+    __device__ int& next(int turn) const { return begun(kStages + turn % 2); }
     __device__ uint32_t full(int stage) const { return base + kBarriers + stage * 8; }
     __device__ uint32_t empty(int stage) const { return base + kBarriers + (kStages + stage) * 8; }
 
@@ -97,8 +103,9 @@ struct HopperProduct : HopperTile {
             __syncwarp();
             if (thread % kWarp == 0) attn::arrive(full(index % kStages));
         };
-        int index = 0;  // of stages, over all tiles
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        int index = 0, drawn = 0;  // of stages over all tiles; the tile after this one
+        for (int tile = blockIdx.x, turn = 0; tile < tiles; ++turn) {
+            if (thread == 0) drawn = gridDim.x + atomicAdd(sorted.segments + (kUp ? 1 : 2), 1);
             const int4 segment = sorted.segment[tile / across];
             const int output = tile % across * (kUp ? kRows / 2 : kRows), boxes = (segment.z + 63) / 64;
             const int row = segment.x * (kUp ? 2 * n.width : n.hidden) + output;
@@ -115,6 +122,7 @@ struct HopperProduct : HopperTile {
                 const int stage = index % kStages;
                 attn::wait_barrier(empty(stage), (index / kStages & 1) ^ 1);
                 if (thread == 0) {
+                    if (step == 0) begun(stage) = tile;
                     attn::expect_bytes(full(stage), kUp ? kRowBytes : kRowBytes + boxes * 64 * kK * 2);
                     load_weights(rows_of(stage), weights, row, step * kK, full(stage));
                     load_weights(rows_of(stage) + kRowBytes / 2, weights, row + (kUp ? n.width : kRows / 2), step * kK,
@@ -140,11 +148,24 @@ struct HopperProduct : HopperTile {
                     }
                 }
             }
+            if constexpr (kUp) {
+                if (thread == 0) next(turn) = drawn;
+                asm volatile("bar.sync 1, %0;" ::"n"(kGroupThreads) : "memory");
+                tile = next(turn);
+            } else {
+                tile = drawn;
+            }
         }
         if constexpr (kUp) {
             attn::wait_copies<0>();
             for (int late = max(index - kLag, 0); late < index; ++late) arrived(late);
         }
+        attn::wait_barrier(empty(index % kStages), (index / kStages & 1) ^ 1);
+        if (thread == 0) {
+            begun(index % kStages) = tiles;
+            attn::arrive(full(index % kStages));
+        }
+        if constexpr (kUp) arrived(index);
     }
 
     // A warpgroup that computes.
@@ -156,7 +177,10 @@ struct HopperProduct : HopperTile {
             if (lane == 0) attn::arrive(empty((index - 1) % kStages));
         };
         float sums[kRows / 8][4];
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        while (true) {
+            attn::wait_barrier(full(index % kStages), index / kStages & 1);
+            const int tile = begun(index % kStages);
+            if (tile == tiles) break;
             const int4 segment = sorted.segment[tile / across];
             const bool needed = group * 64 < segment.z;
             for (int step = 0; step < steps; ++step, ++index) {
@@ -218,7 +242,7 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     extern __shared__ __align__(1024) uint8_t ring[];
     grid_dependency_wait();
     grid_dependency_launch();
-    const HopperProduct<T, kUp> product(sorted, n, attn::smem_address(ring));
+    const HopperProduct<T, kUp> product(sorted, n, ring);
     product.init();
     __syncthreads();
     if (threadIdx.x / HopperTile::kGroupThreads == HopperTile::kGroups) {

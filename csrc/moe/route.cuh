@@ -72,7 +72,7 @@ __device__ __forceinline__ void list_pairs(FewShared& shared, const int* ids, in
 
 // What sort_pairs_kernel leaves: segments (expert, first place, pairs, -) and the pair at each place, experts in ascending order.
 struct Sorted {
-    int* segments;
+    int* segments;  // how many; after it two tickets at 0, for who hands out the tiles of each product
     int4* segment;
     int* pair;
 };
@@ -150,6 +150,7 @@ static __global__ void __launch_bounds__(kSortThreads)
         for (int c = 0; c < cuts; ++c)
             out.segment[before + c] = make_int4(expert, start + c * columns, min(columns, total - c * columns), 0);
         if (expert == experts - 1) *out.segments = before + cuts;
+        if (expert == 0) out.segments[1] = out.segments[2] = 0;
     }
     __syncthreads();
     each([&](int pair, int e) { out.pair[atomicAdd(&next[e], 1)] = pair; });
