@@ -54,7 +54,7 @@ format: $(READY_DEV)
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY_DOCS)
-	@.venv/bin/mkdocs $(if $(filter serve,$(ARGS)),serve --dev-addr 127.0.0.1:8001,build --quiet --strict)
+	@.venv/bin/mkdocs $(if $(filter serve,$(ARGS)),serve --dev-addr 127.0.0.1:8001,build --strict)
 
 kernels: $(READY_DEV)
 	@$(PY) build_kernels.py

@@ -32,6 +32,11 @@ def test_generated_pages_are_up_to_date() -> None:
         assert (DOCS / name).read_text(encoding="utf-8") == text, f"docs/{name} is out of date: python -m tools.pages"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert {page.name for page in DOCS.glob("*.md")} <= set(re.findall(r": ([\w-]+\.md)$", navigation, re.MULTILINE))
+
+
 @pytest.mark.parametrize(("source", "block"), [pytest.param(*b, id=f"{b[0]}-{i}") for i, b in enumerate(_blocks("python"))])
 def test_python_examples_run(tiny: Server, source: str, block: str) -> None:
     said = io.StringIO()
