@@ -119,7 +119,7 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> tuple
     """Open the checkpoint, plan memory, load the weights. LoadError, before anything large is allocated, for what cannot be."""
     from sparkrt.engine.loading import load  # NumPy and everything else come in only here
 
-    core, tokenizer, _, info = load(config, progress)
+    core, tokenizer, _, info = load(config, progress, grammars_too=True)
     return core, tokenizer, info
 
 

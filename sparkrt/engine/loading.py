@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from sparkrt.cache.paged import KvGroup
@@ -39,8 +40,10 @@ _DEFAULTS = {"host": (32, 512), "cuda": (256, 2048)}  # slots, tokens a step: 51
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config, under our names
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineCore, Tokenizer, ChatTemplate, ModelInfo]:
-    """See `load_engine`."""
+def load(
+    config: EngineConfig, progress: Progress | None = None, grammars_too: bool = False
+) -> tuple[EngineCore, Tokenizer, ChatTemplate, ModelInfo]:
+    """See `load_engine`. `grammars_too`: the vocabulary is prepared for them, else the first one will have to wait for that."""
     report = progress or (lambda stage, done, total: None)
     report("checkpoint", 0, 0)
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
@@ -49,13 +52,18 @@ def load(config: EngineConfig, progress: Progress | None = None) -> tuple[Engine
         tokenizer, template = load_text(config, checkpoint)
         backend = open_backend(config.device)
         undo.callback(backend.close)
-        core, info = _build(checkpoint, tokenizer, backend, config, report)
+        core, info = _build(checkpoint, tokenizer, backend, config, report, grammars_too)
         undo.pop_all()
         return core, tokenizer, template, info
 
 
 def _build(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, backend: GpuBackend, asked: EngineConfig, report: Progress
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    backend: GpuBackend,
+    asked: EngineConfig,
+    report: Progress,
+    grammars_too: bool,
 ) -> tuple[EngineCore, ModelInfo]:
     model, device, name = checkpoint.config, backend.properties.kind, asked.model or bundled_model().name
     defaults, eos = _generation_config(checkpoint, asked)
@@ -76,7 +84,16 @@ def _build(
     sizes |= {"prefix_caching": config.enable_prefix_caching, "state_snapshots": plan.snapshots}
     sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
     options = ModelOptions(**sizes, dtype=by_name(dtype))
+    ends = sorted(i for i in eos if 0 <= i < vocab)  # others would be out of bounds in the sampler's lists
+    shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
+    grammars = Grammars(tokenizer, model.vocab_size, ends, shown)  # padding included: masks have it, too
+    opening = Thread(target=grammars.open, name="grammars", daemon=True)
+    if grammars_too:
+        opening.start()
     built = build_model(backend, model, checkpoint.source, options, report)
+    if grammars_too:
+        report("grammars", 0, 0)
+        opening.join()
     if config.nvtx:
         annotate_model(built)
     info = ModelInfo(
@@ -86,7 +103,7 @@ def _build(
         device=device if device == "host" else backend.properties.name,
         max_model_len=plan.length,
         vocab_size=vocab,
-        eos_token_ids=sorted(i for i in eos if 0 <= i < vocab),  # others would be out of bounds in the sampler's lists
+        eos_token_ids=ends,
         sampling_defaults=defaults,
         max_num_seqs=plan.slots,
         kv_tokens=plan.num_blocks * config.block_size,
@@ -94,8 +111,6 @@ def _build(
         lines=[*plan.lines, ("graphs", f"{built.captures} of decode steps of up to {plan.slots} rows"), *config.lines()],
         warnings=warnings + plan.warnings,
     )
-    shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
-    grammars = Grammars(tokenizer, model.vocab_size, info.eos_token_ids, shown)  # padding included: masks have it, too
     return EngineCore(built, config, backend.close, grammars), info
 
 

@@ -38,7 +38,6 @@ log = logging.getLogger("sparkrt.engine")
 
 SILENCE = 60.0  # s without an answer from a process that lives: it is stuck, /health says 503
 PING_INTERVAL = 2.0  # s
-QUIET_PINGS = 3
 PATIENCE = 5.0  # s
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -115,8 +114,6 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
             if message.reset_prefix_cache:
                 core.reset_prefix_cache()
             compiling.abort(message.abort)
-            if not core.has_work:
-                compiling.rest(core)
             told = True
         for requests in compiling.done():
             socket.send(encode(_add(core, requests)))
@@ -130,7 +127,6 @@ class Compiling:
     """Requests whose grammars are being compiled beside the loop, where a mistake would stall everybody's tokens."""
 
     def __init__(self) -> None:
-        self._quiet = 0
         self._pool, self._jobs = ThreadPoolExecutor(1, "grammars"), list[tuple[Future[Any], list[EngineRequest]]]()
 
     @property
@@ -145,14 +141,6 @@ class Compiling:
             return False
         self._jobs.append((self._pool.submit(core.grammars.compile, *grammar), requests))
         return True
-
-    def rest(self, core: EngineCore) -> None:
-        """Called when there is nothing to do. After some quiet pings the vocabulary is prepared: of 248,000 tokens it takes 2 s,
-        in half of which nothing else runs. Neither the first grammar nor everybody else's tokens should have to wait for that.
-        """
-        self._quiet += 1
-        if self._quiet == QUIET_PINGS and core.grammars is not None:
-            self._pool.submit(core.grammars.open)
 
     def done(self) -> list[list[EngineRequest]]:
         """Those that can be added now. What is no grammar is found to be none again, and refused, when they are."""
