@@ -101,7 +101,7 @@ def run(address: str, config: EngineConfig, loader: Loader) -> None:
 
 
 def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
-    compiling = Compiling()
+    compiling, between, ended = Compiling(), 0.0, None  # s between steps that had work to do; when the last of them ended
     while True:
         told = False
         while socket.poll(0 if core.has_work or told else compiling.patience):
@@ -118,9 +118,16 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
         for requests in compiling.done():
             socket.send(encode(_add(core, requests)))
             told = True
-        outputs = core.step() if core.has_work else []
+        if not core.has_work:
+            outputs, ended = [], None
+        else:
+            between += 0.0 if ended is None else time.perf_counter() - ended
+            outputs = core.step()
+            ended = time.perf_counter()
         if outputs or told:
-            socket.send(encode(FromEngine(outputs=outputs, stats=core.stats())))
+            stats = core.stats()
+            stats.gap_seconds = between
+            socket.send(encode(FromEngine(outputs=outputs, stats=stats)))
 
 
 class Compiling:

@@ -56,9 +56,9 @@ class _Choice:
         self._text = self._tokens = 0
 
     def take(self, interval: int | None) -> Piece | None:
-        """The next piece; None while it shows nothing new, or fewer than `interval` tokens (None: not all) after the first."""
+        """The next piece; None while fewer than `interval` tokens (None: not all) have come after the first."""
         output, text, tokens = self.answer.output, self._text, self._tokens
-        few = interval is None or len(output.text) == text or (len(output.token_ids) - tokens < interval and tokens > 0)
+        few = interval is None or len(output.token_ids) - tokens < (interval if tokens else 1)
         if self.over or (few and not self.answer.finished):
             return None
         self.over, self._text, self._tokens = self.answer.finished, len(output.text), len(output.token_ids)

@@ -111,6 +111,7 @@ class _Engine(Collector):
             ("prefix_cache_hits", s.prefix_cache_hits, "Of these, tokens that were not computed again."),
             ("steps", s.steps, "Steps of the model."),
             ("step_seconds", s.step_seconds, "Time in steps."),
+            ("step_gap_seconds", s.gap_seconds, "Time between steps that had work to do: news told and read."),
             ("step_host_seconds", s.host_seconds, "Time in steps that did not wait for the device."),
         ):
             counter = CounterMetricFamily(f"sparkrt:{name}", text, labels=LABELS)

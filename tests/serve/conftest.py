@@ -47,7 +47,9 @@ def tiny() -> Iterator[Server]:
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reciter]:
     path = tmp_path_factory.mktemp("r1")
     _, ids, by_token = r1(path, [SCRIPT])
-    with running(str(path), "--max-model-len", "192", "--served-model-name", "reciter", "alias") as server:
+    with running(
+        str(path), "--max-model-len", "192", "--max-num-seqs", "256", "--served-model-name", "reciter", "alias"
+    ) as server:
         yield Reciter(server, ids, by_token["<|im_end|>"])
 
 

@@ -35,7 +35,7 @@ class Running:
 
 class FakeEngine:
     """Words of a prompt that do something: REFUSE and FULL when it is added, FAIL, LATE, BREAK, RAISE and HANG at its third
-    token, FOREVER instead of ending.
+    token, FOREVER instead of ending; TELL and the path of a pipe, into which something is written when it has ended.
     """
 
     grammars = None
@@ -99,6 +99,8 @@ class FakeEngine:
             output.finish_reason = "length"
         if output.finish_reason is not None:
             del self._running[request.request_id]
+            if "TELL" in running.prompt and not self._running:
+                Path(running.prompt.split("TELL ")[1]).write_bytes(b"ended")
         self._stats.generation_tokens += 1
         return output
 

@@ -20,6 +20,7 @@ from tests.serve import ROOT
 from tests.serve.harness import PATIENCE, Server, events, running
 
 FAKE = "tests.serve.fake_engine"
+ANY = ("--port", "0")  # that of the other tests of this machine must not be in the way
 FOREVER = {"prompt": "FOREVER", "max_tokens": 4000, "stream": True}
 
 
@@ -118,14 +119,14 @@ def test_help_and_version() -> None:
 
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
-    assert "no-such-folder" in fails(1, str(tmp_path / "no-such-folder"))
+    assert "no-such-folder" in fails(1, str(tmp_path / "no-such-folder"), *ANY)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    assert "config.json" in fails(1, str(tmp_path))
-    assert "absent.jinja: no such file" in fails(1, "--chat-template", str(tmp_path / "absent.jinja"), module=FAKE)
+    assert "config.json" in fails(1, str(tmp_path), *ANY)
+    assert "absent.jinja: no such file" in fails(1, "--chat-template", str(tmp_path / "absent.jinja"), *ANY, module=FAKE)
     store = str(tmp_path / "absent" / "responses.db")
-    assert fails(1, "--response-store", store, module=FAKE).endswith(f"--response-store {store}: No such file or directory")
-    assert fails(1, "load-error", module=FAKE).endswith("model.safetensors: tensor x has shape [2], expected [3]")
-    assert fails(1, "load-bug", module=FAKE).endswith("loading failed: ZeroDivisionError: a bug of two lines")
+    assert fails(1, "--response-store", store, *ANY, module=FAKE).endswith(f"--response-store {store}: No such file or directory")
+    assert fails(1, "load-error", *ANY, module=FAKE).endswith("model.safetensors: tensor x has shape [2], expected [3]")
+    assert fails(1, "load-bug", *ANY, module=FAKE).endswith("loading failed: ZeroDivisionError: a bug of two lines")
 
 
 def test_port_in_use() -> None:

@@ -28,6 +28,7 @@ def test_what_is_counted(tiny: Server) -> None:
     assert after["sparkrt:request_prompt_tokens_sum"] == 2 * answer["usage"]["prompt_tokens"]
     assert after["sparkrt:steps_total"] >= 7
     assert 0 < after["sparkrt:step_host_seconds_total"] < after["sparkrt:step_seconds_total"]
+    assert 0 < after["sparkrt:step_gap_seconds_total"] < after["sparkrt:step_seconds_total"]
     assert after["sparkrt:num_preemptions_total"] == 0
     assert before["sparkrt:startup_seconds"] > 0
     assert "sparkrt:inter_token_latency_seconds_bucket{0.001}" in before
