@@ -73,8 +73,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_hits: int = 0  # of these, tokens that were not computed again
     preemptions: int = 0  # requests that had to give up their KV blocks and wait again
     step_seconds: float = 0.0
-    gap_seconds: float = 0.0  # between steps that had work to do: news told and read
     host_seconds: float = 0.0
+    gap_seconds: float = 0.0  # between steps that had work to do: news told and read
 
 
 class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):
