@@ -63,22 +63,14 @@ VLLM_ONLY = {
     "--limit-mm-per-prompt": "leave it out: text only",
     "--config": "not yet",
 }
-# Fields that clients of OpenAI, vLLM and SGLang send beside those of our structs.
+# Fields that clients send and neither we nor OpenAI document.
 FOREIGN_FIELDS = (
     "cache_salt",
     "length_penalty",
-    "metadata",
     "mm_processor_kwargs",
-    "prediction",
-    "prompt_cache_key",
     "request_id",
     "rid",
-    "safety_identifier",
-    "service_tier",
     "spaces_between_special_tokens",
-    "store",
-    "user",
-    "verbosity",
     "vllm_xargs",
 )
 
@@ -128,10 +120,9 @@ def _elsewhere() -> list[str]:
 
 
 def _fields() -> list[str]:
-    bodies = {"chat": p.ChatBody, "completions": p.CompletionBody}
-    names = {*FOREIGN_FIELDS}.union(
-        *(body.__struct_fields__ for body in bodies.values()), *(p.REFUSED[b] for b in bodies.values())
-    )
+    bodies = {"chat": p.ChatBody, "completions": p.CompletionBody, "responses": p.ResponsesBody, "messages": p.MessagesBody}
+    rules = [(body.__struct_fields__, p.REFUSED[body], p.WITHOUT_EFFECT[body]) for body in bodies.values()]
+    names = {*FOREIGN_FIELDS}.union(*(group for groups in rules for group in groups))
     lines = [
         "",
         "## Fields of a request",

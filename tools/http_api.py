@@ -44,6 +44,8 @@ def _route(route: str, about: JSON, schemas: JSON) -> list[str]:
         if "example" in form:
             lines += ["```json", json.dumps(form["example"], ensure_ascii=False), "```", ""]
         lines += _properties(schemas[_ref(form["schema"])], required_first=True)
+    asked = [part for part in about.get("parameters", ()) if part["in"] == "query"]
+    lines += _properties({"properties": {part["name"]: {**part["schema"], "description": part["description"]} for part in asked}})
     lines += ["| status | |", "| --- | --- |"]
     for status, response in about["responses"].items():
         kinds = (media["schema"] for kind, media in response["content"].items() if kind != "text/event-stream")

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
         entry["security"] = [] if path == "/health" else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
-    refused = ", ".join(f"`{name}`" for name in sorted({name for group in p.REFUSED.values() for name in group}))
-    info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"].format(refused=refused)}
+    groups = {"refused": p.REFUSED.values(), "ignored": p.WITHOUT_EFFECT.values()}
+    rules = {rule: ", ".join(f"`{name}`" for name in sorted({*chain(*found)})) for rule, found in groups.items()}
+    info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"].format_map(rules)}
     tags = [{"name": name, "description": text} for name, text in words["tags"].items()]
     parts = {"schemas": components | words["schemas"], "securitySchemes": _KEYS}
     return {"openapi": "3.1.0", "info": info, "tags": tags, "paths": paths, "components": parts}

@@ -52,8 +52,8 @@ _RESPONDING |= {"tools": list[Object], "tool_choice": str | Object, "parallel_to
 _RESPONDING |= {"text": Object, "reasoning": Object, "include": list[str], "top_logprobs": int, "stream": bool, "user": str}
 _RESPONDING |= {"stream_options": Object, "prompt_cache_key": str, "safety_identifier": str}  # shown again, no more
 # what chat knows besides, under its names there
-SHARED = {name for name in _SAMPLING if name not in ("n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")}
-SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"}
+SHARED = {name for name in _SAMPLING if name not in ("n", "max_tokens", "logprobs", "prompt_logprobs")}
+SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"} | {name for name in _GENERATION if "guided" in name}
 _SHARED: Object = {name: kind for name, kind in (_GENERATION | _TEMPLATE).items() if name in SHARED}
 ResponsesBody = _struct("ResponsesBody", _SHARED | _RESPONDING, input=str | list[Object])
 DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
@@ -65,22 +65,39 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bad_words", "custom_logit_processor", "documents", "logits_processors", "stop_regex"), ([],)),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False, 0)),
 }
-_NOT_OFFERED |= {"modalities": ([], ["text"])}
+_NOT_OFFERED |= {"modalities": ([], ["text"]), "moderation": ()}
+# a template is a program: the server's owner chooses it (--chat-template)
+_NOT_FOR_CHAT: dict[str, tuple[Any, ...]] = {"echo": (False,), "chat_template": ()}
+_OTHERS_NAMES = ("max_tokens", "max_completion_tokens", "reasoning_effort")
 REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     CompletionBody: _NOT_OFFERED | {"suffix": ("",)},
-    # a template is a program: the server's owner chooses it (--chat-template)
-    ChatBody: _NOT_OFFERED | {"echo": (False,), "chat_template": ()},
+    ChatBody: _NOT_OFFERED | _NOT_FOR_CHAT,
     MessagesBody: {"mcp_servers": ([],), "container": ()},
     CountTokensBody: {"mcp_servers": ([],)},
     ResponsesBody: {
-        **dict.fromkeys(("access_programs", "conversation", "moderation", "prompt"), ()),
+        **(_NOT_OFFERED | _NOT_FOR_CHAT),
+        **dict.fromkeys(("access_programs", "conversation", "prompt", *_OTHERS_NAMES), ()),
         "background": (False,),
         "context_management": ([],),
+        "logprobs": (False,),
+        "n": (1,),
+        "response_format": ({"type": "text"},),
         "truncation": ("disabled",),
     },
     TokenizeBody: {},
     DetokenizeBody: {},
 }
+
+# what the two APIs document and nothing comes of here: hints, labels, and what is about tools that there are none of
+_HINTS = ("prompt_cache_options", "prompt_cache_retention", "service_tier")
+_LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
+WITHOUT_EFFECT: dict[Any, tuple[str, ...]] = {
+    CompletionBody: ("user",),
+    ChatBody: (*_HINTS, *_LABELS, "prediction", "verbosity"),
+    ResponsesBody: (*_HINTS, "background_options", "image", "max_tool_calls"),
+    CountTokensBody: ("cache_control", "speed", "user_profile_id", "workspace_id"),
+}
+WITHOUT_EFFECT[MessagesBody] = (*WITHOUT_EFFECT[CountTokensBody], "diagnostics", "inference_geo", "metadata", "service_tier")
 
 # A chunk of a stream has the fields of a whole answer, with what is new.
 _PROMPT: Object = {"prompt_logprobs": list[dict[str, Object] | None], "prompt_token_ids": list[int]}

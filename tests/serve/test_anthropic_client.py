@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
+from sparkrt.serve import protocol as p
 from tests.serve.harness import PATIENCE, Server
 from tests.serve.test_openai_client import HELLO
 from tests.serve.test_replies import CALLS, SCRIPT, THOUGHT
@@ -106,6 +107,14 @@ def test_structured_outputs(client: Anthropic) -> None:
     message = ask(client, messages=user("Hello!"), output_config={"format": {"type": "json_schema", "schema": schema}})
     [block] = blocks(message)
     assert json.loads(block["text"])["n"] in (1, 2)
+
+
+def test_null_equals_absent(tiny: Server) -> None:
+    """A06"""
+    nulls = dict.fromkeys([*p.MessagesBody.__struct_fields__, *p.REFUSED[p.MessagesBody], *p.WITHOUT_EFFECT[p.MessagesBody]])
+    bare = {"messages": user("Hello!"), "max_tokens": 20, "temperature": 0}
+    answers = [tiny.http.post(MESSAGES, json=body).json() for body in ({**nulls, **bare}, bare)]
+    assert [answer["content"] for answer in answers] == [[{"type": "text", "text": HELLO}]] * 2
 
 
 def test_counting(client: Anthropic) -> None:

@@ -75,6 +75,13 @@ def test_fields_of_both(tiny: Server, path: str) -> None:
         assert refused(tiny, path, field, value) == field, (field, str(value)[:50])
 
 
+def test_best_of_is_not_ignored(tiny: Server) -> None:
+    """A07"""
+    for path, body in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": USER})):
+        assert tiny.post(path, {**body, "best_of": 1, "n": 3}, 400)["param"] == "best_of"
+        assert tiny.post(path, {**body, "best_of": 3, "n": 1}, 400)["param"] == "best_of"
+
+
 def test_fields_of_completions(tiny: Server) -> None:
     for field, value in [("suffix", "end"), ("logprobs", 21), ("logprobs", 10**6), ("logprobs", -1), ("logprobs", True)]:
         assert refused(tiny, COMPLETIONS, field, value) == field

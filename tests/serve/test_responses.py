@@ -257,6 +257,15 @@ def test_structured_outputs(client: OpenAI) -> None:
     assert ask(client, input="Hello!", text={"format": {"type": "json_object"}}, max_output_tokens=1).output_text.startswith("{")
 
 
+def test_other_ways_to_ask_for_a_structure(client: OpenAI) -> None:
+    for more, said in (({"guided_choice": ["left"]}, "left"), ({"structured_outputs": {"regex": "a{3}"}}, "aaa")):
+        assert ask(client, input="Hello!", extra_body=more).output_text == said
+    text: Any = {"format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError) as both:
+        client.responses.create(model=MODEL, input="Hello!", text=text, extra_body={"guided_choice": ["left"]})
+    assert both.value.param == "text.format"
+
+
 def test_log_probabilities(client: OpenAI) -> None:
     include: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     [item] = ask(client, input="Hello!", include=include, top_logprobs=2).output

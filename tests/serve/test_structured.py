@@ -170,6 +170,23 @@ def test_refusals_come_before_the_first_byte(tiny: Server, schema: Any, stream: 
     tiny.check_alive()
 
 
+def test_expensive_patterns_beside_a_stream(tiny: Server) -> None:
+    """J02: each is answered or refused, and who streams meanwhile gets what they would have got."""
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    alone = tiny.stream(COMPLETIONS, **body)
+    patterns = ["^+[a-z]$", "^{2}x$", "(a+)+$", "(" * 100_000, "(" * 60_000 + ")" * 60_000]
+    schemas: list[Any] = [{"type": "string", "pattern": pattern} for pattern in patterns]
+    schemas.append({"type": "string", "maxLength": 5000})
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(tiny.stream, COMPLETIONS, **body)
+        for schema in schemas:
+            shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            asked = {"messages": [{"role": "user", "content": "hi"}], "response_format": shape, "max_tokens": 5}
+            assert tiny.http.post(CHAT, json=asked).status_code in (200, 400)
+        assert [chunk["choices"] for chunk in beside.result()] == [chunk["choices"] for chunk in alone]
+    tiny.check_alive()
+
+
 def test_many_at_once(tiny: Server) -> None:
     """Different grammars, and none, in the same steps; everything comes back."""
 
