@@ -140,6 +140,7 @@ class PagedKvCache(Owner):
         try:
             for group in (g for g in self.groups if g.layers):
                 self._allocate(group)
+            self.clear_dummy()
         except BaseException:
             self.close()
             raise
@@ -182,8 +183,12 @@ class PagedKvCache(Owner):
         for i in range(2 * len(group.layers)):
             start, shape = base.offset(i * pages * group.page_bytes), (pages, group.kv_heads, group.page_size, group.head_dim)
             self._kv.setdefault(group.layers[i // 2], []).append(self.backend.array(start, group.dtype, shape))
-            # Padding rows read the dummy page: zeros keep them finite, whatever the memory held before.
-            self.backend.memset(start.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
+
+    def clear_dummy(self) -> None:
+        """Padding rows read the dummy page: zeros keep them finite, whatever the memory held before."""
+        for group in self.groups:
+            for array in (a for layer in group.layers for a in self._kv[layer]):
+                self.backend.memset(array.ptr.offset(self.dummy_block * group.page_bytes), 0, group.page_bytes)
 
 
 class BlockTable:

@@ -89,6 +89,7 @@ class StatePool(Owner):
         try:
             if layers:
                 self._allocate(layers)
+            self.clear_dummy()
         except BaseException:
             self.close()
             raise
@@ -133,8 +134,12 @@ class StatePool(Owner):
             for i, key in enumerate((layer, kind) for layer in layers for kind in kinds):
                 start = base.offset(i * rows * size)
                 self._arrays[key] = self.backend.array(start, dtype, (rows, *shape))
-                # Padding rows update the dummy slot over and over: zeros keep it finite.
-                self.backend.memset(start.offset(self.dummy_slot * size), 0, size)
+
+    def clear_dummy(self) -> None:
+        """Padding rows update the dummy slot over and over: zeros keep it finite."""
+        for array in self._arrays.values():
+            dummy = array.rows(self.dummy_slot, self.dummy_slot + 1)
+            self.backend.memset(dummy.ptr, 0, dummy.nbytes)
 
     def _slot(self, slot: int) -> _Places:
         if not 0 <= slot < self.plan.rows:

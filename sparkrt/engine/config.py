@@ -64,6 +64,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # or "priority": requests of a lower `priority` first, others give way
     max_num_queued_reqs: int | None = None  # that may wait, beyond those that run; None: any number
     request_timeout: float | None = None  # s from arrival to the last token; a request that takes longer ends with an error
+    enable_sleep_mode: bool = False  # let the model be put to sleep: its memory given back, and taken again
     nvtx: bool = False  # name layers and operators for a profiler
     debug: bool | None = None  # check integrity whenever the engine is idle; None: if SPARKRT_DEBUG is set
 

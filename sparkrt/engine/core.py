@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
-from sparkrt.engine.config import EngineConfig
+from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.job import Job, Limits, Plan
 from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats
 from sparkrt.engine.params import check_prompt_ids
@@ -23,6 +23,7 @@ from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, TokenLogprobs
 from sparkrt.model.model import Model
+from sparkrt.model.sleeper import Sleeper
 from sparkrt.text.grammar import Grammars
 
 log = logging.getLogger("sparkrt.engine")
@@ -37,6 +38,7 @@ class EngineCore:
         config: EngineConfig,
         on_close: Callable[[], None] = lambda: None,
         grammars: Grammars | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """`config` is resolved. `on_close` runs after the model was closed: the backend's end."""
         self.grammars = grammars
@@ -45,7 +47,7 @@ class EngineCore:
         self.model, self.config, self.reuse = model, config, Reuse(model.prefix, model.snapshot)
         lookup = None if model.prefix is None else self.reuse.lookup
         self.scheduler = Scheduler(limits, config.scheduling_policy == "priority", lookup)
-        self._on_close = on_close
+        self._on_close, self._sleeper = on_close, sleeper
         self._requests: dict[str, Job] = {}
         self._deadlines: deque[Job] = deque()  # in order
         self._outbox: list[EngineOutput] = []
@@ -61,7 +63,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, CapacityError if too many wait; nothing is changed then."""
-        self._check_alive()
+        self._check_awake()
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         ids, context = check_prompt_ids(request.prompt_ids, self.model.options.valid_vocab), self.model.options.max_model_len
@@ -316,6 +318,40 @@ class EngineCore:
         if self._closed:
             raise EngineFatal("the engine is closed")
 
+    def _check_awake(self) -> None:
+        self._check_alive()
+        if self._stats.asleep:
+            raise CapacityError("the model is asleep: wake it up first")
+
+    def sleep(self, level: int = 1) -> int:
+        """Give the memory of KV and states back, and of the weights: level 1 keeps those in host memory, level 2 discards them.
+
+        How many bytes of the device that were. What is cached of prompts is forgotten. Raises RequestError for a wrong level or
+        without `enable_sleep_mode`; CapacityError, changing nothing, while anything runs or waits, or without room on the host.
+        """
+        self._check_alive()
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError(
+                f"level must be 1 (weights are kept in host memory) or 2 (discarded), got {level!r}", param="level"
+            )
+        if self._sleeper is None:
+            raise RequestError("sleeping was not prepared for: start with enable_sleep_mode (--enable-sleep-mode)")
+        if self._stats.asleep:
+            return 0
+        self.settle()
+        if self._requests or self.scheduler.admitted:
+            raise CapacityError("requests or decode loops are running")
+        self.reset_prefix_cache()
+        given, self._stats.asleep = self._sleeper.sleep(keep_weights=level == 1), level
+        return given
+
+    def wake_up(self, progress: Progress = lambda stage, done, total: None) -> None:
+        """Take the memory again and fill it; nothing if awake. Raises what fails (OutOfMemory, LoadError), and sleeps on then."""
+        self._check_alive()
+        if self._stats.asleep and self._sleeper is not None:
+            self._sleeper.wake_up(progress)
+            self._stats.asleep = 0
+
     def settle(self) -> None:
         """Read what is in flight and keep its news for later."""
         if self._in_flight is not None:
@@ -324,7 +360,7 @@ class EngineCore:
 
     def open_loop(self, requests: Iterable[EngineRequest], outbox: list[EngineOutput]) -> list[Job]:
         """Admit the rows of a decode loop past the queue. Raises CapacityError when there is no room for all of them now."""
-        self._check_alive()
+        self._check_awake()
         jobs = [self._job(request, outbox) for request in requests]
         try:
             for job in jobs:

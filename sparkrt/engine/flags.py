@@ -19,10 +19,12 @@ _ONLY = {"tensor_parallel_size": "1", "kv_cache_dtype": "auto"}  # all there is 
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and exits 2."""
+    """Says what is wrong in one line, after `where` it stands, and exits 2."""
+
+    where = ""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        print(f"{self.prog}: error: {self.where}{message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -65,8 +67,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", metavar="N", help="KV pages, instead of what memory allows")
     add("--gpu-memory-utilization", "--mem-fraction-static", type=number, metavar="F", help="share of GPU memory to use")
     add("--kv-cache-memory-bytes", metavar="N", help="bytes for the KV cache; 2G works")
-    add("--seed", type=_seed, help="seed of seeds, and of dummy weights")
-    add("--enforce-eager", action="store_true", help="no graphs")
+    add("--seed", "--random-seed", type=_seed, help="seed of seeds, and of dummy weights")
+    add("--enforce-eager", "--disable-cuda-graph", action="store_true", help="no graphs")
+    add("--enable-sleep-mode", action="store_true", help="let the model be put to sleep (/sleep, /wake_up)")
     add("--batch-invariant", action="store_true", help="one reduction order whatever the batch")
     add("--nvtx", action="store_true", help="name layers and operators for a profiler (with --enforce-eager)")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="launch a step before the last is read")
@@ -74,7 +77,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="begin prompts where earlier ones end")
     add("--state-cache-slots", metavar="N", help="snapshots of recurrent state for that (default: half as many as sequences)")
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")
-    add("--max-num-queued-reqs", type=natural, metavar="N", help="answer 503 when more sequences wait (default: no limit)")
+    add(
+        "--max-num-queued-reqs",
+        "--max-queued-requests",
+        type=natural,
+        metavar="N",
+        help="answer 503 when more sequences wait (default: no limit)",
+    )
     add("--request-timeout", type=seconds, metavar="S", help="seconds until a request ends with an error (default: no limit)")
     add("--kv-cache-dtype", metavar="DTYPE", help="auto is all there is yet")
 

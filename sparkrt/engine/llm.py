@@ -130,6 +130,13 @@ class LLM:
             return False
         return self._reasoning.within(self.tokenizer.decode(ids, False) if text is None else text)
 
+    def sleep(self, level: int = 1) -> int:
+        """Give the model's memory back until `wake_up` (`enable_sleep_mode=True`); see `EngineCore.sleep`."""
+        return self.core.sleep(level)
+
+    def wake_up(self) -> None:
+        self.core.wake_up()
+
     def _open_ended(self) -> SamplingParams:
         params = self.get_default_sampling_params()
         if "max_tokens" not in self.info.sampling_defaults:

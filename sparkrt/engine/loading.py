@@ -17,12 +17,13 @@ from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
 from sparkrt.engine.params import SamplingParams
 from sparkrt.errors import LoadError, RequestError
-from sparkrt.model.build import build_model
+from sparkrt.model.build import build_model, reload_weights
 from sparkrt.model.checkpoint import Checkpoint, bundled_model, open_checkpoint
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.keys import read_json
 from sparkrt.model.model import ModelOptions
 from sparkrt.model.nvtx import annotate_model
+from sparkrt.model.sleeper import Sleeper
 from sparkrt.model.spec import expected_tensors
 from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.backend import MemoryInfo
@@ -50,7 +51,7 @@ def load(
     with closing(checkpoint.source), ExitStack() as undo:
         report("tokenizer", 0, 0)
         tokenizer, template = load_text(config, checkpoint)
-        backend = open_backend(config.device)
+        backend = open_backend(config.device, config.enable_sleep_mode)
         undo.callback(backend.close)
         core, info = _build(checkpoint, tokenizer, backend, config, report, grammars_too)
         undo.pop_all()
@@ -111,7 +112,14 @@ def _build(
         lines=[*plan.lines, ("graphs", f"{built.captures} of decode steps of up to {plan.slots} rows"), *config.lines()],
         warnings=warnings + plan.warnings,
     )
-    return EngineCore(built, config, backend.close, grammars), info
+
+    def reload(progress: Progress) -> None:
+        again = open_checkpoint(asked.model, asked.load_format, seed=asked.seed)
+        with closing(again.source):
+            reload_weights(built, again.source, progress)
+
+    sleeper = Sleeper(built, reload) if config.enable_sleep_mode else None
+    return EngineCore(built, config, backend.close, grammars, sleeper), info
 
 
 def _generation_config(checkpoint: Checkpoint, config: EngineConfig) -> tuple[dict[str, float | int], set[int]]:

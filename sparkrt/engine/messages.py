@@ -75,6 +75,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: float = 0.0
     host_seconds: float = 0.0
     gap_seconds: float = 0.0  # between steps that had work to do: news told and read
+    asleep: int = 0  # the level of its sleep
 
 
 class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):

@@ -25,7 +25,7 @@ from sparkrt.model.weight import Embedding, Experts, Linear, Norm, Segment, Weig
 from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend
-from sparkrt.runtime.owner import Owner
+from sparkrt.runtime.owner import Again, Owner
 from sparkrt.runtime.staging import Staging
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total): elements of weights, then sizes of graphs
@@ -41,25 +41,40 @@ def build_model(
     a, report = config.attention, progress or (lambda stage, done, total: None)
     group = KvGroup(config.attention_layers, options.dtype, a.num_kv_heads, a.head_dim, options.page_size)
     with ExitStack() as undo:  # an allocation that fails half-way gives back what came before it
-        owner = Owner(backend)
+        owner, weights = Owner(backend), Owner(backend)
         undo.callback(owner.close)
-        with closing(Staging(backend)) as staging:
-            built = _Builder(
-                WeightPlacer(owner, staging, options.dtype, options.batch_invariant), config, source, options, report
-            )
-            decoder = built.decoder()
-            staging.flush()
+        undo.callback(weights.close)
+        decoder = _decoder(weights, config, source, options, report)
         kv = PagedKvCache(backend, [group], options.num_blocks)
         undo.callback(kv.close)
-        dims, spare = built.state_dims(), options.state_snapshots
+        dims, spare = _state_dims(config), options.state_snapshots
         states = StatePool(backend, config.gdn_layers, options.max_num_seqs, dims, options.dtype, spare=spare)
         undo.callback(states.close)
-        model = HybridModel(owner, config, options, decoder, kv, states)
+        model = HybridModel(owner, weights, config, options, decoder, kv, states)
         undo.pop_all()
         undo.callback(model.close)
         model.capture_graphs(partial(report, "graphs"))
         undo.pop_all()
         return model
+
+
+def reload_weights(model: HybridModel, source: WeightSource, progress: Progress | None = None) -> None:
+    """Fill a model's weights anew, where they lie. Raises LoadError from the source, or if it is of another shape now."""
+    _decoder(Again(model.weights), model.config, source, model.options, progress or (lambda stage, done, total: None))
+
+
+def _decoder(owner: Owner, config: ModelConfig, source: WeightSource, options: ModelOptions, report: Progress) -> Decoder:
+    with closing(Staging(owner.backend)) as staging:
+        placer = WeightPlacer(owner, staging, options.dtype, options.batch_invariant)
+        decoder = _Builder(placer, config, source, options, report).decoder()
+        staging.flush()
+    return decoder
+
+
+def _state_dims(config: ModelConfig) -> tuple[int, int, int, int]:
+    """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
+    g = config.gdn
+    return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
 
 
 class _Builder:
@@ -167,11 +182,6 @@ class _Builder:
         stacks = self.placer.matrix(gate_up, f"{p}gate_up"), self.placer.matrix(down, f"{p}down")
         experts = Experts(*stacks, self.options.batch_invariant)
         return MixtureOfExperts(c, self._linear(f"{p}router", *router), experts, shared)
-
-    def state_dims(self) -> tuple[int, int, int, int]:
-        """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
-        g = self.config.gdn
-        return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
 
 
 def shared_experts(width: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

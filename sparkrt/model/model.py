@@ -133,13 +133,21 @@ class HybridModel:
     """A decoder over a paged cache and a state pool, on any backend."""
 
     def __init__(
-        self, owner: Owner, config: ModelConfig, options: ModelOptions, decoder: Decoder, kv: PagedKvCache, states: StatePool
+        self,
+        owner: Owner,
+        weights: Owner,
+        config: ModelConfig,
+        options: ModelOptions,
+        decoder: Decoder,
+        kv: PagedKvCache,
+        states: StatePool,
     ) -> None:
-        """Takes over `owner`, `kv` and `states`: `close` ends them."""
+        """Takes over `owner`, of all that a step needs, `weights`, `kv` and `states`: `close` ends them."""
         self.config = config
         self.options = options
         self.kv = kv
         self.states = states
+        self.weights = weights
         self._owner = owner
         self._backend = backend = owner.backend
         self._decoder = decoder
@@ -485,5 +493,6 @@ class HybridModel:
         self._backend.synchronize()
         self._graphs.close(self._ctx)
         self._owner.close()
+        self.weights.close()
         self.kv.close()
         self.states.close()

@@ -22,15 +22,18 @@ __all__ = ["CaptureError", "DeviceArray", "GpuBackend", "HostBackend", "OutOfMem
 limit_blas_threads()
 
 
-def open_backend(device: str = "auto") -> GpuBackend:
-    """The backend "host", "cuda" (LoadError says what it lacks) or "auto": CUDA, else the host, logging why a GPU goes unused."""
+def open_backend(device: str = "auto", sleepable: bool = False) -> GpuBackend:
+    """The backend "host", "cuda" (LoadError says what it lacks) or "auto": CUDA, else the host, logging why a GPU goes unused.
+
+    sleepable: allocations can be suspended.
+    """
     if device not in ("auto", "host", "cuda"):
         raise LoadError(f"device {device!r} is unknown; expected 'auto', 'host' or 'cuda'")
     if device != "host":
         from sparkrt.runtime.cuda import CudaBackend
 
         try:
-            return CudaBackend()
+            return CudaBackend(sleepable=sleepable)
         except CudaUnavailable as error:
             if device == "cuda":
                 raise LoadError(f"device 'cuda': {error}") from error

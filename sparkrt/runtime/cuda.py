@@ -35,6 +35,7 @@ from sparkrt.runtime.driver import LibCuda, preflight
 from sparkrt.runtime.dtypes import DType
 from sparkrt.runtime.kernels import KernelLibrary
 from sparkrt.runtime.ledger import address_of
+from sparkrt.runtime.virtual import VirtualMemory
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
@@ -79,9 +80,10 @@ class CudaBackend:
     """`GpuBackend` on one CUDA device, for use by one thread at a time. Raises CudaUnavailable, saying what is missing.
 
     debug: wait after every launch, so that an error names the operator that made it; default: SPARKRT_DEBUG.
+    sleepable: allocations can be suspended, those that fill 2 MiB granules well; without it, none can.
     """
 
-    def __init__(self, device: int = 0, *, debug: bool | None = None) -> None:
+    def __init__(self, device: int = 0, *, debug: bool | None = None, sleepable: bool = False) -> None:
         preflight(device, LibCuda())
         from cuda.bindings import runtime
 
@@ -103,6 +105,7 @@ class CudaBackend:
         self._kernels = KernelLibrary()
         self._default = self.create_stream("default")
         self._device = _Blocks("device")
+        self._virtual = VirtualMemory(device, self._check) if sleepable else None
         self._pinned = _Blocks("pinned")
         self._capturing: set[int] = set()
         self._graphs: dict[int, Any] = {}
@@ -120,18 +123,39 @@ class CudaBackend:
         unified = self._properties.unified_memory
         if unified:  # CUDA does not count what the page cache would give back
             free = min(total, machine.available_memory())
-        return MemoryInfo(free, total, sum(self._device.size.values()), unified)
+        suspended = self._virtual.suspended if self._virtual is not None else 0
+        return MemoryInfo(free, total, sum(self._device.size.values()) - suspended, unified)
 
     # memory
     def alloc(self, nbytes: int, label: str = "") -> DevicePtr:
         self._forbid_capture(f"allocating {label!r}")
-        address = self._check(self._rt.cudaMalloc(max(nbytes, 1)), f"allocation {label!r} of {nbytes:,} bytes")
+        what = f"allocation {label!r} of {nbytes:,} bytes"
+        if self._virtual is not None and self._virtual.suits(nbytes):
+            return self._device.add(self._virtual.alloc(nbytes, what), nbytes)
+        address = self._check(self._rt.cudaMalloc(max(nbytes, 1)), what)
         return self._device.add(int(address), nbytes)
 
     def free(self, ptr: DevicePtr) -> None:
         self._forbid_capture("freeing memory")
         self._device.remove(ptr.address)
-        self._check(self._rt.cudaFree(ptr.address), "cudaFree")
+        if self._virtual is not None and self._virtual.holds(ptr.address):
+            self.synchronize()  # as cudaFree does
+            self._virtual.free(ptr.address)
+        else:
+            self._check(self._rt.cudaFree(ptr.address), "cudaFree")
+
+    def suspend(self, ptr: DevicePtr) -> int:
+        self._forbid_capture("suspending memory")
+        if self._virtual is None:
+            return 0
+        self.synchronize()
+        return self._virtual.suspend(ptr.address)
+
+    def resume(self, ptr: DevicePtr) -> None:
+        self._forbid_capture("resuming memory")
+        if self._virtual is not None:
+            nbytes = self._device.size[ptr.address]
+            self._virtual.resume(ptr.address, f"resuming {nbytes:,} bytes")
 
     def alloc_pinned(self, nbytes: int, label: str = "") -> DevicePtr:
         self._forbid_capture(f"allocating {label!r}")

@@ -70,6 +70,15 @@ class HostBackend(Timeline):
     def free(self, ptr: DevicePtr) -> None:
         self._free(ptr, pinned=False)
 
+    def suspend(self, ptr: DevicePtr) -> int:
+        self._forbid_capture("suspending memory")
+        self._run_waiting()
+        return self.ledger.suspend(ptr)
+
+    def resume(self, ptr: DevicePtr) -> None:
+        self._forbid_capture("resuming memory")
+        self.ledger.resume(ptr)
+
     def alloc_pinned(self, nbytes: int, label: str = "") -> DevicePtr:
         return self._alloc(nbytes, label, pinned=True)
 

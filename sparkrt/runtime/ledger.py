@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
@@ -26,6 +29,7 @@ class Allocation:
     label: str
     pinned: bool
     memory: np.ndarray
+    suspended: bool = False
 
     def __str__(self) -> str:
         return f"{self.label or 'unlabelled'!r} ({self.nbytes:,} bytes{' pinned' if self.pinned else ''} at {self.address:#x})"
@@ -50,12 +54,7 @@ class Ledger:
         if nbytes < 0:
             raise ValueError(f"allocation {label!r}: {nbytes} bytes")
         what = f"allocation {label!r} of {nbytes:,} bytes"
-        if self.fail_in:
-            self.fail_in -= 1
-            if not self.fail_in:
-                raise OutOfMemory(f"{what}: failure asked for by fail_allocation")
-        if not pinned and self.capacity is not None and self.device_bytes + nbytes > self.capacity:
-            raise OutOfMemory(f"{what}: {self.capacity - self.device_bytes:,} of {self.capacity:,} are left")
+        self._check_room(what, 0 if pinned else nbytes)
         try:
             raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         except MemoryError as error:
@@ -75,12 +74,46 @@ class Ledger:
         if block.pinned != pinned:
             raise MemoryFault(f"{block} must be freed with {'free_pinned' if block.pinned else 'free'}")
         self.live.remove(block)
-        self.device_bytes -= 0 if pinned else block.nbytes
+        self.device_bytes -= 0 if pinned or block.suspended else block.nbytes
         if self.poison:
             block.memory.fill(0xFF)
         if block.nbytes > _QUARANTINE[1]:
             block.memory = block.memory[:0].copy()
         self._freed.append(block)
+
+    def suspend(self, ptr: DevicePtr) -> int:
+        """Let the system have the memory of a device block; the bytes given back. Its whole pages, to be exact."""
+        block = self._block(ptr)
+        if block.suspended or not block.nbytes:
+            return 0
+        block.suspended = True
+        self.device_bytes -= block.nbytes
+        _drop_pages(block.memory)
+        return block.nbytes
+
+    def resume(self, ptr: DevicePtr) -> None:
+        """It may be used again, contents undefined. Raises OutOfMemory and changes nothing."""
+        block = self._block(ptr)
+        if block.suspended:
+            self._check_room(f"resuming {block}", block.nbytes)
+            block.suspended = False
+            self.device_bytes += block.nbytes
+            if self.poison:
+                block.memory.fill(0xFF)
+
+    def _block(self, ptr: DevicePtr) -> Allocation:
+        block = self._last_before(ptr.address)
+        if block is None or block.address != ptr.address or block.pinned:
+            raise MemoryFault(f"no device allocation starts at {ptr.address:#x}")
+        return block
+
+    def _check_room(self, what: str, device_bytes: int) -> None:
+        if self.fail_in:
+            self.fail_in -= 1
+            if not self.fail_in:
+                raise OutOfMemory(f"{what}: failure asked for by fail_allocation")
+        if self.capacity is not None and device_bytes and self.device_bytes + device_bytes > self.capacity:
+            raise OutOfMemory(f"{what}: {self.capacity - self.device_bytes:,} of {self.capacity:,} are left")
 
     def resolve(self, ptr: DevicePtr, nbytes: int, what: str, pinned: bool = False) -> np.ndarray:
         """The uint8 view of [ptr, ptr + nbytes). Raises MemoryFault when it is not inside one live block of that class."""
@@ -92,6 +125,8 @@ class Ledger:
         offset = ptr.address - block.address
         if nbytes < 0 or offset + nbytes > block.nbytes:
             raise MemoryFault(f"{what} of {nbytes:,} bytes at offset {offset:,} leaves {block}")
+        if block.suspended:
+            raise MemoryFault(f"{what} while {block} is suspended")
         if block.pinned != pinned:
             raise MemoryFault(f"{what} expects {'pinned' if pinned else 'device'} memory, not {block}")
         return block.memory[offset : offset + nbytes]
@@ -114,6 +149,16 @@ class Ledger:
         """The live block that starts last at or before `address`."""
         i = bisect_right(self.live, address, key=attrgetter("address")) - 1
         return self.live[i] if i >= 0 else None
+
+
+def _drop_pages(memory: np.ndarray) -> None:
+    """Give the whole pages of a block back to the system, which puts empty ones there when they are touched again."""
+    if sys.platform != "linux":  # elsewhere the advice does not empty them
+        return
+    page = mmap.PAGESIZE
+    first, last = -(-address_of(memory) // page) * page, (address_of(memory) + memory.nbytes) // page * page
+    if last > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def address_of(array: np.ndarray) -> int:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
+from sparkrt.errors import LoadError
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import DevicePtr, Event, GpuBackend
 from sparkrt.runtime.dtypes import DType
+
+
+class Block(NamedTuple):
+    ptr: DevicePtr
+    nbytes: int
+    label: str
 
 
 class Owner:
@@ -17,10 +25,12 @@ class Owner:
 
     def __init__(self, backend: GpuBackend) -> None:
         self.backend = backend
+        self.blocks: list[Block] = []  # of device memory, in the order they were taken
         self._undo: list[Callable[[], None]] = []
 
     def alloc(self, nbytes: int, label: str) -> DevicePtr:
         ptr = self.backend.alloc(nbytes, label)
+        self.blocks.append(Block(ptr, nbytes, label))
         self._undo.append(lambda: self.backend.free(ptr))
         return ptr
 
@@ -55,5 +65,21 @@ class Owner:
 
     def close(self) -> None:
         """Free everything, last first; a second call does nothing."""
+        self.blocks.clear()
         while self._undo:
             self._undo.pop()()
+
+
+class Again(Owner):
+    """Hands out once more, in order, what another owner was asked for: to fill its arrays anew at the addresses they have."""
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner.backend)
+        self._left = iter(owner.blocks)
+
+    def alloc(self, nbytes: int, label: str) -> DevicePtr:
+        """Raises LoadError when this is not what was asked for the first time."""
+        block = next(self._left, None)
+        if block is None or (block.nbytes, block.label) != (nbytes, label):
+            raise LoadError(f"the weights have changed: {label} has {nbytes:,} bytes now, where there was {block}")
+        return block.ptr
