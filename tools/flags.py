@@ -1,8 +1,7 @@
 """The flags of `sparkrt serve` and the fields of a request, beside those of other servers, as Markdown:
 `python -m tools.flags > docs/flags.md`.
 
-What sparkrt takes is read from its parser and its structs. What the others have is written down here, and a test holds the two
-together: every flag of theirs is taken, or has a reason.
+What sparkrt takes is read from its parser and its structs, what it accepts or refuses of others from foreign.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 
 from sparkrt.engine.config import EngineConfig
 from sparkrt.serve import protocol as p
-from sparkrt.serve.cli import WITHOUT_EFFECT, ServeArgs, _build
+from sparkrt.serve.cli import ServeArgs, _build
+from sparkrt.serve.foreign import REFUSED, WITHOUT_EFFECT
 
 _HEAD = """# Flags and fields
 
@@ -26,43 +26,6 @@ Names in one row are the same flag: the first is vLLM's wherever vLLM has it, th
 from the model or the machine, and the summary at start says what was chosen."""
 
 _WITHOUT_EFFECT = "accepted, without effect"
-# Flags of `vllm serve` that scripts carry and that sparkrt's parser does not know: what to do instead.
-VLLM_ONLY = {
-    "--uds": "`--host` and `--port`; a proxy can listen on a socket",
-    "--kv-cache-dtype-skip-layers": "the KV cache has the model's type",
-    "--mamba-cache-mode": "leave it out: states are snapshotted wherever a prompt may part ([caching](caching.md))",
-    "--mamba-cache-dtype": "leave it out: the convolution's state has the model's type",
-    "--prefix-caching-hash-algo": "leave it out: pages are found by their tokens, not by a hash of them",
-    "--prefix-cache-retention-interval": "leave it out: see `--state-cache-slots`",
-    "--gdn-prefill-backend": "leave it out: there is one",
-    "--max-num-queued-tokens": "`--max-num-queued-reqs`",
-    "--long-prefill-token-threshold": "leave it out: prompts share a step by [a rule](scheduling.md)",
-    "--cudagraph-capture-sizes": "leave it out: graphs for every batch size are captured in a fraction of a second",
-    "--max-cudagraph-capture-size": "leave it out, as above",
-    "--quantization": "not yet; GGUF files are read, and computed in the model's type",
-    "--pipeline-parallel-size": "not yet: one GPU",
-    "--data-parallel-size": "start several servers; the [simulator](simulator.md) says what routing gains",
-    "--enable-expert-parallel": "not yet: one GPU",
-    "--speculative-config": "not yet",
-    "--enable-prompt-tokens-details": "leave it out: `cached_tokens` is always there",
-    "--enable-force-include-usage": "`stream_options.include_usage` in the request",
-    "--enable-per-request-metrics": "`--enable-log-requests`, or `/metrics`",
-    "--enable-lora": "not yet",
-    "--max-loras": "not yet",
-    "--max-lora-rank": "not yet",
-    "--lora-modules": "not yet",
-    "--kv-offloading-size": "not yet",
-    "--cpu-offload-gb": "not yet: weights and cache live on the device",
-    "--enable-sleep-mode": "not yet",
-    "--enable-request-id-headers": "not yet",
-    "--ssl-keyfile": "put a proxy in front",
-    "--ssl-certfile": "put a proxy in front",
-    "--root-path": "put a proxy in front",
-    "--middleware": "put a proxy in front",
-    "--language-model-only": "leave it out: of a vision-wrapped checkpoint the text model is served",
-    "--limit-mm-per-prompt": "leave it out: text only",
-    "--config": "not yet",
-}
 # Fields that clients send and neither we nor OpenAI document.
 FOREIGN_FIELDS = (
     "cache_salt",
@@ -77,7 +40,7 @@ FOREIGN_FIELDS = (
 
 def page() -> str:
     """The whole document."""
-    return "\n".join([_HEAD, *_flags(), *_elsewhere(), *_fields()]) + "\n"
+    return "\n".join([_HEAD, *_flags(), *_refused(), *_fields()]) + "\n"
 
 
 def _flags() -> list[str]:
@@ -104,7 +67,7 @@ def _flags() -> list[str]:
 def _row(action: argparse.Action, defaults: dict[str, Any]) -> str:
     names, default = " ".join(f"`{name}`" for name in action.option_strings) or "`MODEL`", defaults.get(action.dest)
     values = action.choices or ([] if action.nargs == 0 else [action.metavar or action.dest.upper()])
-    shown = "" if default in (None, False) else f"`{'yes' if default is True else default}`"
+    shown = "" if default in (None, False, "") else f"`{'yes' if default is True else default}`"
     return f"| {names} | {' '.join(f'`{value}`' for value in values)} | {shown} | {(action.help or '').replace('|', '/')} |"
 
 
@@ -113,10 +76,18 @@ def _defaults() -> dict[str, Any]:
     return {field.name: None if field.default is MISSING else field.default for field in every}
 
 
-def _elsewhere() -> list[str]:
-    known = {option for action in _build()._actions for option in action.option_strings}
-    others = {flag: why for flag, why in VLLM_ONLY.items() if flag not in known}
-    return ["", "## Flags of `vllm serve` that are not here", "", *_table(("flag", "instead"), others)]
+def _refused() -> list[str]:
+    rows = dict[str, str]()
+    for flags, (_, neutral, why) in REFUSED.items():
+        rows["` `".join(flags)] = why + (f" (but for {' and '.join(f'`{value}`' for value in neutral)})" if neutral else "")
+    lines = [
+        "",
+        "### Refused",
+        "",
+        "These end the command with a line that names them; what neither is nor is here is unknown.",
+        "",
+    ]
+    return [*lines, *_table(("flag", "why"), rows)]
 
 
 def _fields() -> list[str]:

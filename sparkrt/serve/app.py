@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sparkrt.serve import protocol as p
+from sparkrt.serve.access import Access
 from sparkrt.serve.anthropic import count_tokens, describe_error, messages
 from sparkrt.serve.chat import chat_completions
 from sparkrt.serve.cli import VERSION
@@ -42,9 +43,11 @@ async def health(serving: Serving, body: None, request: Request) -> Any:
 
 
 async def ready(serving: Serving, body: None, request: Request) -> Any:
-    """200 once the model can answer; 503 before, and while shutting down."""
-    is_ready = serving.opened.done() and serving.client.error is None and not serving.client.draining
-    return p.Status(status="ready") if is_ready else json_response(p.Status(status="not ready"), 503)
+    """200 once the model can answer; 503 before, in its sleep, and while shutting down."""
+    client = serving.client
+    if serving.opened.done() and client.error is None and not (client.draining or client.asleep):
+        return p.Status(status="ready")
+    return json_response(p.Status(status="asleep" if client.asleep else "not ready"), 503)
 
 
 async def version(serving: Serving, body: None, request: Request) -> Any:
@@ -86,12 +89,46 @@ async def tokenize(serving: Serving, body: Any, request: Request) -> Any:
 
 
 async def openapi(serving: Serving, body: None, request: Request) -> Any:
-    return json_response(_document())
+    root = serving.args.root_path
+    return json_response(_document() | ({"servers": [{"url": root}]} if root else {}))
 
 
 async def reset_prefix_cache(serving: Serving, body: None, request: Request) -> Any:
     serving.client.reset_prefix_cache()
     return p.Status(status="ok")
+
+
+async def abort_request(serving: Serving, body: Any, request: Request) -> Any:
+    """`rid` or `request_ids`: ids of answers, or X-Request-Ids; `abort_all`: everything. Unknown ids are ignored."""
+    ids = {*([] if body.rid is None else [body.rid]), *(body.request_ids or ())}
+    require(ids or body.abort_all, "rid", "rid, request_ids or abort_all must be given")
+    return p.Aborted(aborted=serving.client.abort(None if body.abort_all else ids))
+
+
+async def sleep(serving: Serving, body: None, request: Request) -> Any:
+    """Give the device's memory back: KV, and the weights: `level` 1 (the default) keeps them in host memory, 2 discards them.
+
+    Nothing new is taken from now on. `mode` wait (the default) lets finish what runs, abort ends it.
+    """
+    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "wait")
+    require(level in ("1", "2"), "level", "level must be 1 (weights kept in host memory) or 2 (discarded)")
+    require(mode in ("wait", "abort"), "mode", "mode must be wait or abort")
+    require(serving.args.engine.enable_sleep_mode, "level", "the server must be started with --enable-sleep-mode")
+    if mode == "abort":
+        serving.client.abort(None)
+    await serving.client.sleep(int(level))
+    return p.Sleep(is_sleeping=True)
+
+
+async def wake_up(serving: Serving, body: None, request: Request) -> Any:
+    """Take the memory again, and answer as before."""
+    require("tags" not in request.query_params, "tags", "tags is not supported: everything wakes up")
+    await serving.client.sleep(0)
+    return p.Sleep(is_sleeping=False)
+
+
+async def is_sleeping(serving: Serving, body: None, request: Request) -> Any:
+    return p.Sleep(is_sleeping=serving.client.asleep)
 
 
 async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
@@ -136,6 +173,10 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
     ("POST", "/detokenize", detokenize, p.DetokenizeBody, p.Text, "Token ids to text"),
     ("POST", "/reset_prefix_cache", reset_prefix_cache, None, p.Status, "Forget what is cached of prompts"),
+    ("POST", "/abort_request", abort_request, p.AbortBody, p.Aborted, "End requests"),
+    ("POST", "/sleep", sleep, None, p.Sleep, "Give the device's memory back"),
+    ("POST", "/wake_up", wake_up, None, p.Sleep, "Take it again"),
+    ("GET", "/is_sleeping", is_sleeping, None, p.Sleep, "Whether the model is asleep"),
     ("GET", "/health", health, None, p.Status, "Whether the server is alive"),
     ("GET", "/ready", ready, None, p.Status, "Whether the model can answer"),
     ("GET", "/version", version, None, p.Version, "The version of sparkrt"),
@@ -163,7 +204,7 @@ def _endpoint(serving: Serving, handler: Handler, kind: Any) -> Callable[[Reques
                 body = decode(await read_body(request), kind)
             if handler not in AT_ONCE:
                 await asyncio.shield(serving.opened)
-            serving.check_model(body.model if body is not None else None)
+            serving.check_model(getattr(body, "model", None))
             found = await handler(serving, body, request)
         except ClientDisconnect:
             return Response(status_code=499)  # goes nowhere
@@ -184,10 +225,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return response
 
 
-def build_app(serving: Serving) -> Starlette:
+def build_app(serving: Serving, log_to: TextIO | None = None) -> Starlette:
+    """`log_to`: where the access log is written."""
     routes = [Route(path, _endpoint(serving, handler, body), methods=[method]) for method, path, handler, body, *_ in OPERATIONS]
-    origins = serving.args.allowed_origins
-    around = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])] if origins else []
-    if serving.args.api_keys:  # inside: a browser's preflight request brings no key
-        around.append(Middleware(KeyGuard, keys=serving.args.api_keys))
+    args, around = serving.args, [Middleware(Access, log=log_to)]
+    if args.allowed_origins:
+        rules: dict[str, Any] = {"allow_origins": args.allowed_origins, "allow_methods": args.allowed_methods}
+        rules |= {"allow_headers": args.allowed_headers, "allow_credentials": args.allow_credentials}
+        around.append(Middleware(CORSMiddleware, expose_headers=["x-request-id"], **rules))
+    if args.api_keys:  # inside: a browser's preflight request brings no key
+        around.append(Middleware(KeyGuard, keys=args.api_keys))
     return Starlette(routes=routes, middleware=around, exception_handlers={HTTPException: _no_route})

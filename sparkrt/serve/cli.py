@@ -1,13 +1,14 @@
 """The `sparkrt` command: `info`, and `serve` with the field's flag names, checked here.
 
-A flag is here if it does something today, or if scripts carry it and it can be accepted without lying; those of the second kind
-are named at start-up. Flags have no defaults of their own: those of `ServeArgs` and `EngineConfig` hold.
+Those that other engines have and this one does not are in foreign.py. Flags have no defaults of their own: those of `ServeArgs`
+and `EngineConfig` hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +18,7 @@ from typing import Any
 from sparkrt.engine.config import EngineConfig, load_engine, load_text
 from sparkrt.engine.flags import BUNDLED, RULES, Parser, add_engine, add_model, checked, port, positive, seconds, take_engine
 from sparkrt.engine.params import MAX_LOGPROBS
+from sparkrt.serve.foreign import add_foreign
 from sparkrt.text.reasoning import PARSERS
 from sparkrt.text.tools import FORMATS
 
@@ -30,17 +32,7 @@ commands:
   serve    serve a model over the OpenAI API (sparkrt serve --help)
   bench    load a server, or time the engine (sparkrt bench --help)
   info     say what this machine has, and what is missing to use its GPU"""
-
-# flag → (whether it takes a value, why it does nothing here)
-WITHOUT_EFFECT = {
-    "--enable-chunked-prefill": (False, "prompts are always prefilled in chunks"),
-    "--enable-auto-tool-choice": (False, "calls are read wherever their format is known"),
-    "--trust-remote-code": (False, "code from a checkpoint is never run"),
-    "--disable-log-requests": (False, "requests are not logged unless asked for"),
-    "--disable-uvicorn-access-log": (False, "there is no access log unless --enable-log-requests"),
-    "--mamba-ssm-cache-dtype": (True, "recurrent state is always float32"),
-    "--swap-space": (True, "nothing is swapped"),
-}
+_TLS = ("ssl_certfile", "ssl_keyfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +44,10 @@ class ServeArgs:
     names: list[str]  # the model answers to; the first is echoed
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    uds: str | None = None  # a Unix domain socket to listen on instead
+    ssl_certfile: str | None = None  # with its key: HTTPS
+    ssl_keyfile: str | None = None
+    root_path: str = ""  # under which a proxy offers all this
     chat_template: str | None = None  # a file, or a template itself, replacing the model's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_call_parser: str = "auto"  # as the chat template shows calls
@@ -60,9 +56,14 @@ class ServeArgs:
     stream_interval: int = 1
     shutdown_timeout: float = 5.0
     enable_log_requests: bool = False
+    access_log: str | None = None  # a file, "-": stdout
+    enable_force_include_usage: bool = False
     disable_log_stats: bool = False
     uvicorn_log_level: str = "warning"
-    allowed_origins: list[str] = field(default_factory=list)
+    allowed_origins: list[str] = field(default_factory=list)  # whose pages may ask (CORS)
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    allow_credentials: bool = False
     api_keys: list[str] = field(default_factory=list)  # none: everybody may ask
     response_store: str | None = None  # a file for what /v1/responses keeps; memory, unless asked for: it holds what people say
     response_store_bytes: int = 64 * 2**20  # of it
@@ -99,10 +100,20 @@ def parse(argv: list[str]) -> ServeArgs:
     """Exits 2 with one line on stderr when `argv` is wrong."""
     parser = _build()
     options = vars(parser.parse_args(argv))
+    if (path := options.pop("config", None)) is not None:
+        from sparkrt.serve.config_file import read_config
+
+        typed = options
+        if {"model", "model_option"} & {name for name, value in typed.items() if value}:
+            typed = {"model": None, "model_option": None} | typed
+        options = read_config(path, parser) | typed
     if more := options.pop("api_key_file", []):
         options["api_keys"] = [*options.get("api_keys", []), *more]
     if not all(key.strip() for key in options.get("api_keys", [])):
         parser.error("--api-key: a key must not be empty")
+    for given, missing in ((a, b) for a in _TLS for b in _TLS):
+        if given in options and missing not in options:
+            parser.error(f"--{given.replace('_', '-')} needs --{missing.replace('_', '-')}")
     engine = take_engine(options, parser)
     model = engine.model or BUNDLED
     return ServeArgs(engine=engine, **{"model": model, "names": [model], **options})
@@ -114,16 +125,26 @@ def _build() -> Parser:
     add = parser.add_argument_group("server").add_argument
     add("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     add("--port", type=port, help="port (default: 8000; 0 picks a free one and prints it)")
+    add("--uds", metavar="PATH", help="listen on a Unix domain socket instead")
+    add("--ssl-certfile", metavar="FILE", help="certificate (PEM): serve HTTPS")
+    add("--ssl-keyfile", metavar="FILE", help="its private key")
+    add("--root-path", type=_prefix, metavar="PATH", help="path under which a proxy offers the server, which it strips")
+    add("--config", metavar="FILE", help="more flags, from YAML with their names as keys; the command line wins")
     add("--served-model-name", dest="names", nargs="+", metavar="NAME", help="names the model answers to; the first is echoed")
     add("--stream-interval", type=positive, metavar="N", help="tokens per streamed chunk (default: 1)")
     add("--max-logprobs", type=_logprobs, metavar="N", help=f"most alternatives of a token (default: {MAX_LOGPROBS})")
     add("--allowed-origins", type=_strings, metavar="JSON", help="CORS origins, for example '[\"*\"]' (default: none)")
+    add("--allowed-methods", type=_strings, metavar="JSON", help="methods that those may use (default: '[\"*\"]')")
+    add("--allowed-headers", type=_strings, metavar="JSON", help="headers that those may send (default: '[\"*\"]')")
+    add("--allow-credentials", action="store_true", help="those may send cookies")
     add("--api-key", dest="api_keys", nargs="+", metavar="KEY", help="keys that requests must bring one of (default: none)")
     add("--api-key-file", type=_keys, metavar="FILE", help="a file of more of them, one a line; other users cannot see it in ps")
     add("--response-store", metavar="FILE", help="where /v1/responses keeps its answers (default: in memory, until the end)")
     add("--response-store-bytes", type=_bytes, metavar="N", help="how much of them; 1G works; 0: nothing (default: 64M)")
     add("--shutdown-timeout", type=seconds, metavar="S", help="seconds that running requests get at the end (default: 5)")
     add("--enable-log-requests", action="store_true", help="log a line per request (never its prompt)")
+    add("--access-log", metavar="FILE", help="write a line of JSON per request, never its prompt (-: to stdout)")
+    add("--enable-force-include-usage", action="store_true", help="send usage at the end of every stream")
     add("--disable-log-stats", action="store_true", help="no line of throughput every 10 s")
     add("--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"))
     add = parser.add_argument_group("text").add_argument
@@ -139,12 +160,7 @@ def _build() -> Parser:
     add("--generation-config", metavar="WHERE", help="sampling defaults: auto (the model's), vllm (none) or a folder")
     add("--override-generation-config", type=_object, metavar="JSON", help="for example '{\"temperature\": 0.5}'")
     add_engine(parser)
-    add = parser.add_argument_group("accepted, without effect").add_argument
-    for flag, (takes_value, why) in WITHOUT_EFFECT.items():  # the flag itself is remembered
-        given: dict[str, Any] = {"action": "append_const", "const": flag}
-        if takes_value:
-            given = {"action": "append", "type": lambda _, flag=flag: flag, "metavar": "X"}
-        add(flag, dest="without_effect", help=why, **given)
+    add_foreign(parser)
     return parser
 
 
@@ -171,6 +187,7 @@ def _json(text: str) -> Any:
 
 
 _bytes = checked(_scaled, lambda n: 0 <= n < 2**48, "a number of bytes, such as 64M")
+_prefix = checked(str, lambda path: bool(re.fullmatch(r"(/[^/\s]+)+", path)), "a path such as /llm")
 _logprobs = checked(int, lambda n: 0 <= n <= MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")
 _object = checked(_json, lambda value: isinstance(value, dict), "a JSON object")
 _strings = checked(_json, lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a JSON list of strings")

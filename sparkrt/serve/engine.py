@@ -48,6 +48,7 @@ class ToEngine(msgspec.Struct, omit_defaults=True):
     add: list[EngineRequest] = []  # the sequences of one HTTP request: all are admitted, or none
     abort: list[str] = []
     reset_prefix_cache: bool = False
+    sleep: int | None = None  # to this level; 0: wake up
     stop: bool = False  # let go of everything and exit 0
 
 
@@ -58,6 +59,7 @@ class FromEngine(msgspec.Struct, omit_defaults=True):
     refusal: dict[str, Any] | None = None  # the arguments of a RequestError, or with status 503 a CapacityError: nothing runs
     outputs: list[EngineOutput] = []  # of a step
     stats: EngineStats | None = None  # after it
+    slept: dict[str, Any] | None = None  # `sleep` was done: nothing, or the arguments of the error that stood in its way
     failed: str | None = None  # one line meant for the user, the last words: the process exits 1
 
 
@@ -111,6 +113,8 @@ def _loop(socket: zmq.Socket[bytes], core: EngineCore) -> None:
             if message.add and not compiling.take(message.add, core):
                 socket.send(encode(_add(core, message.add)))
             core.abort(message.abort)
+            if message.sleep is not None:
+                socket.send(encode(_sleep(core, message.sleep, lambda *phase: socket.send(encode(FromEngine(loading=phase))))))
             if message.reset_prefix_cache:
                 core.reset_prefix_cache()
             compiling.abort(message.abort)
@@ -165,9 +169,26 @@ def _add(core: EngineCore, requests: list[EngineRequest]) -> FromEngine:
             core.add(request)
     except (RequestError, CapacityError) as error:
         core.abort(answer.judged)
-        details = {name: getattr(error, name) for name in ("param", "code", "status") if hasattr(error, name)}
-        answer.refusal = {"message": str(error), "status": 503, **details}
+        answer.refusal = _refusal(error)
     return answer
+
+
+def _sleep(core: EngineCore, level: int, progress: Progress) -> FromEngine:
+    try:
+        if level:
+            core.sleep(level)
+        else:
+            core.wake_up(progress)
+    except EngineFatal:
+        raise
+    except SparkrtError as error:
+        return FromEngine(slept=_refusal(error))
+    return FromEngine(slept={}, stats=core.stats())
+
+
+def _refusal(error: SparkrtError) -> dict[str, Any]:
+    details = {name: getattr(error, name) for name in ("param", "code", "status") if hasattr(error, name)}
+    return {"message": str(error), "status": 503, **details}
 
 
 def _die_with_parent(address: str) -> None:
@@ -185,9 +206,11 @@ class EngineClient:
         self.stats = EngineStats()
         self.error: EngineFatal | LoadError | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # the process has; `error` says why
-        self.draining = False
+        self.draining = self.asleep = False
         self._on_loading = on_loading
         self._running: dict[str, Generation] = {}
+        self._idle = asyncio.Event()  # nothing of `_running` is left
+        self._idle.set()
         self._heard = time.monotonic()
         self._dir = tempfile.mkdtemp(prefix="sparkrt-")  # mode 0700: the socket is ours alone
         self._context = zmq.Context()
@@ -211,6 +234,9 @@ class EngineClient:
     def attach(self) -> None:
         """From now on the running event loop reads the engine's messages and watches its life."""
         self._loop = asyncio.get_running_loop()
+        self._changing = asyncio.Lock()  # one change of its sleep at a time
+        self._slept: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._slept.set_result({})
         self.loaded: asyncio.Future[ModelInfo] = self._loop.create_future()  # fails with LoadError
         self._loop.add_reader(self._fd, self._read)
         self._loop.add_reader(self._process.sentinel, self._on_death)
@@ -228,17 +254,55 @@ class EngineClient:
             raise EngineFatal("the engine has stopped")
         if self.draining:
             raise CapacityError("the server is shutting down")
+        if self.asleep:
+            raise CapacityError("the model is asleep: POST /wake_up first")
         self._running |= {request.request_id: generation for request in requests}
+        self._idle.clear()
         self._send(ToEngine(add=requests))
 
     def reset_prefix_cache(self) -> None:
         """Requests sent from now on find nothing that was cached before."""
         self._send(ToEngine(reset_prefix_cache=True))
 
+    async def sleep(self, level: int) -> None:
+        """Put the model to sleep once nothing runs, nothing new being taken from now on; level 0 wakes it up.
+
+        Raises what stands in the way (RequestError, CapacityError); it is as awake as it was then.
+        """
+        async with self._changing:
+            before, self.asleep = self.asleep, True
+            try:
+                if level:
+                    await self.idle()
+                self._slept = self._loop.create_future()
+                self._send(ToEngine(sleep=level))
+                if error := await self._slept:
+                    raise RequestError(**error)
+            except BaseException:
+                self.asleep = before
+                raise
+            self.asleep = bool(level)
+
+    def abort(self, names: set[str] | None) -> int:
+        """End the requests of these ids, theirs or ours, or all; how many that were."""
+        found = {generation for generation in self._running.values() if names is None or names & generation.names}
+        for generation in found:
+            generation.abort()
+        return len(found)
+
     def forget(self, ids: Iterable[str]) -> None:
         """Stop these sequences, news of which goes nowhere from now on."""
         if live := [request_id for request_id in ids if self._running.pop(request_id, None) is not None]:
             self._send(ToEngine(abort=live))
+            self._note_idle()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs or waits."""
+        await self._idle.wait()
+
+    def _note_idle(self) -> None:
+        if not self._running:
+            self._idle.set()
 
     def fail_all(self, error: Exception) -> None:
         """Every request in flight ends with `error`."""
@@ -263,11 +327,14 @@ class EngineClient:
             found = self._running.get if output.finish_reason is None else self._running.pop
             if (generation := found(output.request_id, None)) is not None:
                 generation.take(output)
+        self._note_idle()
         if message.judged and (generation := self._running.get(message.judged[0])) is not None:
             if message.refusal is None:
                 generation.admit()
             else:
                 generation.close(RequestError(**message.refusal))
+        if message.slept is not None and not self._slept.done():
+            self._slept.set_result(message.slept)
         if message.loading is not None:
             self._on_loading(*message.loading)
         if message.loaded is not None:
@@ -296,6 +363,8 @@ class EngineClient:
                 self.loaded.set_exception(self.error)
                 self.loaded.exception()  # whoever waits gets it; nobody need wait
             self.fail_all(EngineFatal("the engine has stopped"))
+            if not self._slept.done():
+                self._slept.set_exception(EngineFatal("the engine has stopped"))
 
     async def stop(self) -> None:
         """Ask the process to end and wait for it, PATIENCE seconds at most."""

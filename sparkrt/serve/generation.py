@@ -101,6 +101,7 @@ class Generation(ABC):
         self._admitted = self._closed = False
         self._error: Exception | None = None
         self._choices: dict[str, _Choice] = {}
+        self.names = {self._head["id"]}  # that /abort_request may call it by
         details = params, serving.info
         requests = []
         for p, thinking in zip(self._prompts, thinks or [False] * len(prompts), strict=True):
@@ -160,8 +161,15 @@ class Generation(ABC):
                 self._count(choice, "abort" if error is None or isinstance(error, ClientDisconnect) else "error")
         self._closed = True
 
+    def abort(self) -> None:
+        """End what still runs: its answers stay as they are, with the finish_reason "abort"."""
+        for name in [name for name, choice in self._choices.items() if not choice.answer.finished]:
+            self.take(EngineOutput(request_id=name, finish_reason="abort"))
+        self.admit()
+
     async def respond(self, request: Request) -> Any:
         """The answer, once the engine has taken the request. Raises what the engine refuses it with."""
+        self.names.add(request.scope["access"]["id"])
         while not self._admitted and self._error is None:
             await self._change()
         if self._error is not None:
@@ -183,6 +191,7 @@ class Generation(ABC):
         finally:
             watcher.cancel()
             self.close()
+            request.scope["access"] |= self._summary()
 
     async def _whole(self, request: Request) -> Any:
         async with self._watched(request):
@@ -230,6 +239,20 @@ class Generation(ABC):
         total = prompt + completion
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, prompt_tokens_details=cached)
 
+    def _summary(self) -> dict[str, Any]:
+        """For the access log."""
+        usage, outputs = self._usage(), [choice.answer.output for choice in self._choices.values()]
+        firsts = [choice.first for choice in self._choices.values() if choice.first is not None]
+        return {
+            "answer": self._head["id"],
+            "stream": bool(self.body.stream),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "finish_reasons": [output.finish_reason for output in outputs],
+            "first_token_seconds": round(min(firsts), 6) if firsts else None,
+        }
+
     def opening(self) -> list[Any]:
         """What is sent before there is any token."""
         return []
@@ -237,7 +260,8 @@ class Generation(ABC):
     async def closing(self) -> list[Any]:
         """What is sent after the last piece."""
         options = self.body.stream_options or StreamOptions()
-        return [self.write([], True, usage=self._usage(), **self._head)] if options.include_usage else []
+        wanted = options.include_usage or self._serving.args.enable_force_include_usage
+        return [self.write([], True, usage=self._usage(), **self._head)] if wanted else []
 
     def failure(self, error: Exception) -> list[Any]:
         """What is sent instead, when something goes wrong on the way."""

@@ -137,9 +137,9 @@ class HttpServer(uvicorn.Server):
 
     capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
-    def __init__(self, app: ASGIApp, log_level: str) -> None:
+    def __init__(self, app: ASGIApp, log_level: str, **more: Any) -> None:
         options: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
-        options |= {"http": _Protocol, "log_level": log_level, "timeout_keep_alive": KEEP_ALIVE}
+        options |= {"http": _Protocol, "log_level": log_level, "timeout_keep_alive": KEEP_ALIVE} | more
         super().__init__(uvicorn.Config(app, loop="none", **options))
 
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparkrt.serve.http import error_body, json_response
 
-OPEN_TO_ALL = ("/health",)  # load balancers carry no key
+OPEN_TO_ALL = ("/health", "/ready")  # load balancers carry no key
 
 
 class KeyGuard:
@@ -25,7 +25,11 @@ class KeyGuard:
         self._app, self._digests = app, [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._knows(Headers(scope=scope)):
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_TO_ALL
+            or self._knows(Headers(scope=scope))
+        ):
             await self._app(scope, receive, send)
             return
         message = "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY"

@@ -93,6 +93,11 @@ class _Engine(Collector):
             ("num_requests_running", s.running, "Sequences that hold a slot."),
             ("num_requests_waiting", s.waiting, "Sequences that wait for one."),
             ("kv_cache_usage_perc", 1 - s.free_blocks / max(s.total_blocks, 1), "Share of KV blocks in use, 0 to 1."),
+            (
+                "engine_sleep_state",
+                s.asleep,
+                "The level of the model's sleep; 0: awake.",
+            ),
             ("state_slot_usage_perc", 1 - s.free_slots / max(s.total_slots, 1), "Share of state slots in use, 0 to 1."),
             (
                 "state_cache_usage_perc",

@@ -17,6 +17,7 @@ import msgspec
 from sparkrt.engine.params import SamplingParams
 from sparkrt.serve import protocol as p
 from sparkrt.serve.cli import VERSION
+from sparkrt.serve.keys import OPEN_TO_ALL
 
 JSON = dict[str, Any]
 _KEYS: JSON = {"bearer": {"type": "http", "scheme": "bearer"}, "header": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
@@ -50,7 +51,7 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
             entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         if "query" in about:
             entry.setdefault("parameters", []).extend({"name": n, "in": "query", **rest} for n, rest in about["query"].items())
-        entry["security"] = [] if path == "/health" else [{}, *({name: []} for name in _KEYS)]
+        entry["security"] = [] if path in OPEN_TO_ALL else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
     groups = {"refused": p.REFUSED.values(), "ignored": p.WITHOUT_EFFECT.values()}
@@ -91,10 +92,11 @@ def _responses(path: str, row: tuple[Any, Any], schemas: JSON, texts: JSON, abou
     if "statuses" in about:
         statuses |= {status: {"description": text, "content": right} for status, text in about["statuses"].items()}
     else:
-        found = ["500", "503"] + (["400", "413", "415"] if asked else []) + (["404"] if "model" in asked or "{" in path else [])
+        found = ["500", "503"] + (["400", "413", "415"] if asked else ["400"] if "query" in about else [])
+        found += ["404"] if "model" in asked or "{" in path else []
         said = {status: texts[status] for status in found} | about.get("errors", {})
         statuses |= {status: {"description": text, "content": wrong} for status, text in said.items()}
-    if path != "/health":
+    if path not in OPEN_TO_ALL:
         statuses["401"] = {"description": texts["401"], "content": {"application/json": {"schema": schemas[p.ErrorBody]}}}
     return dict(sorted(statuses.items()))
 

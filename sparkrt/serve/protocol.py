@@ -56,6 +56,7 @@ SHARED = {name for name in _SAMPLING if name not in ("n", "max_tokens", "logprob
 SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"} | {name for name in _GENERATION if "guided" in name}
 _SHARED: Object = {name: kind for name, kind in (_GENERATION | _TEMPLATE).items() if name in SHARED}
 ResponsesBody = _struct("ResponsesBody", _SHARED | _RESPONDING, input=str | list[Object])
+AbortBody = _struct("AbortBody", {"rid": str, "request_ids": list[str], "abort_all": bool})
 DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 
 # field → the values that ask for nothing; null never does
@@ -86,6 +87,7 @@ REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     },
     TokenizeBody: {},
     DetokenizeBody: {},
+    AbortBody: {},
 }
 
 # what the two APIs document and nothing comes of here: hints, labels, and what is about tools that there are none of
@@ -149,6 +151,8 @@ ModelList = _struct("ModelList", object=str, data=[Model])
 Tokens = _struct("Tokens", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None)
 Text = _struct("Text", prompt=str)
 Status = _struct("Status", {"reason": str}, status=str)
+Aborted = _struct("Aborted", aborted=int)
+Sleep = _struct("Sleep", is_sleeping=bool)
 Version = _struct("Version", version=str)
 ServerInfo = _struct("ServerInfo", version=str, model=ModelInfo, config=dict[str, str], stats=EngineStats)
 ErrorDetail = _struct("ErrorDetail", message=str, type=str, param=str | None, code=str | int)

@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from sparkrt.engine.config import Progress
 from sparkrt.engine.flags import ENGINE_OPTIONS
-from sparkrt.errors import LoadError, SparkrtError
-from sparkrt.serve.cli import VERSION, WITHOUT_EFFECT, ServeArgs
+from sparkrt.errors import SparkrtError
+from sparkrt.serve.cli import VERSION, ServeArgs
 from sparkrt.serve.engine import SIGNALS, EngineClient, Loader
+from sparkrt.serve.foreign import WITHOUT_EFFECT
+from sparkrt.serve.listening import address, listening
 
 if TYPE_CHECKING:
+    from sparkrt.serve.http import HttpServer
     from sparkrt.serve.serving import OpenText, Serving
 
 log = logging.getLogger("sparkrt.serve")
@@ -40,8 +43,7 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     try:
-        listener = _listen(args.host, args.port)
-        with contextlib.closing(EngineClient(args.engine, loader, _loading_shown())) as client:
+        with listening(args) as listener, contextlib.closing(EngineClient(args.engine, loader, _loading_shown())) as client:
             client.start()
             import uvloop
 
@@ -54,35 +56,27 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
         return 1
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; LoadError says why there is none."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        raise LoadError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-
-
 async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float) -> int:
     loop = asyncio.get_running_loop()
     stop, again = asyncio.Event(), asyncio.Event()  # the first Ctrl-C or SIGTERM, and one that ends the patience of the first
     for number in SIGNALS:
         loop.add_signal_handler(number, lambda: (again if stop.is_set() else stop).set())
     client.attach()
+    from sparkrt.serve.access import access_log
     from sparkrt.serve.app import build_app  # the web stack comes in while the engine loads
     from sparkrt.serve.http import HttpServer
     from sparkrt.serve.serving import Serving
 
-    serving = Serving(args, client)
-    http = HttpServer(build_app(serving), args.uvicorn_log_level)
+    serving, cleanup = Serving(args, client), contextlib.ExitStack()
+    app = build_app(serving, cleanup.enter_context(access_log(args.access_log)))
+    options = {"root_path": args.root_path, "ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
+    http = HttpServer(app, args.uvicorn_log_level, **options)
     served = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
         await _first(serving.open(open_text), stop.wait())
         if not stop.is_set():
-            port = listener.getsockname()[1]
-            where = f"[{args.host}]:{port}" if ":" in args.host else f"{args.host}:{port}"
             serving.metrics.startup.set(took := time.monotonic() - began)
-            _print_summary(serving, f"in {took:.1f} s at http://{where}/v1")
+            _print_summary(serving, f"in {took:.1f} s at {address(args, listener)}/v1")
             gc.collect()
             gc.freeze()  # what is loaded stays: not worth walking again
             await _first(client.ended.wait(), stop.wait(), *([] if args.disable_log_stats else [_log_stats(client)]))
@@ -90,8 +84,8 @@ async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket,
             log.critical("%s", client.error)
             await _first(stop.wait(), asyncio.sleep(LINGER))
             return 1
-        client.draining = http.should_exit = True
-        await _first(asyncio.shield(served), again.wait(), asyncio.sleep(args.shutdown_timeout))
+        client.draining = True  # /ready says so at once; what runs goes on, and /health answers until it is done
+        await _first(_drain(client, http, served), again.wait(), asyncio.sleep(args.shutdown_timeout))
         return 0
     finally:
         http.should_exit = True
@@ -99,6 +93,13 @@ async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket,
         await asyncio.wait([served], timeout=UNWINDING)
         served.cancel()
         await client.stop()
+        cleanup.close()
+
+
+async def _drain(client: EngineClient, http: HttpServer, served: asyncio.Future[None]) -> None:
+    await client.idle()
+    http.should_exit = True
+    await asyncio.shield(served)
 
 
 async def _first(*things: Awaitable[Any]) -> None:

@@ -52,7 +52,7 @@ class Server:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.summary += line
-            if found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", line):
+            if found := re.search(r"at http://127\.0\.0\.1:(\d+)[\w/]*/v1", line):
                 self.port = int(found[1])
                 self.url = f"http://127.0.0.1:{self.port}"
                 self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, headers=self._headers)

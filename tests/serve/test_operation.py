@@ -80,13 +80,14 @@ def test_keys(tmp_path: Path) -> None:
     server = Server(*argv, module="tests.serve.fake_engine")
     try:
         server.wait_listening()
-        for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/nothing", CHAT):
+        for path in ("/v1/models", "/metrics", "/server_info", "/openapi.json", "/nothing", CHAT):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic one"}, {"x-api-key": ""}):
                 response = server.http.request("POST" if path == CHAT else "GET", path, headers=headers, content=b"x" * 10)
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (401, "invalid_api_key")
                 assert error["type"] == "AuthenticationError"
-        assert server.http.get("/health").status_code == 200
+        for path in ("/health", "/ready"):  # load balancers carry no key
+            assert server.http.get(path).status_code in (200, 503)
         origin = {"origin": "http://a.example", "access-control-request-method": "POST"}
         assert server.http.options(CHAT, headers=origin).status_code == 200
         for key in ("one", "zwei-ü", "from-file", "and-another"):
