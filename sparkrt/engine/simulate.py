@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -85,7 +86,7 @@ class NullModel:
         for block in seq.blocks.blocks:
             self.pool.decref(block)
 
-    def launch(self, batch: ForwardBatch) -> int:
+    def launch(self, batch: ForwardBatch, before_sampling: Callable[[], None] | None = None) -> int:
         rows = len(batch.decode) + sum(part.sample for part in batch.prefill)
         if self._cost is not None:
             self.seconds += self._cost.step(len(batch.decode), sum(len(part.tokens) for part in batch.prefill))
