@@ -1,13 +1,22 @@
-"""Metrics and keys (kind O of the cases)."""
+"""Metrics, health and keys (kind O of the cases)."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
 
+from sparkrt.engine.config import EngineConfig
+from sparkrt.serve import app, engine
 from sparkrt.serve.cli import parse
+from tests.serve import fake_engine
 from tests.serve.harness import Server, running
 from tests.serve.test_disconnects import LONG, send, wait_running
 
@@ -71,6 +80,32 @@ def test_a_prompt_that_came_before_is_cached(tiny: Server) -> None:
     assert 0 < after["sparkrt:state_cache_usage_perc"] <= 1
     tiny.post("/reset_prefix_cache", None)
     assert tiny.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_health_of_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O04: silent for too long, /health is 503; 200 again when it goes on."""
+    monkeypatch.setattr(engine, "PING_INTERVAL", 0.01)
+    monkeypatch.setattr(app, "SILENCE", 0.5)
+
+    async def watch() -> list[int]:
+        with contextlib.closing(engine.EngineClient(EngineConfig(), fake_engine.load, lambda *phase: None)) as client:
+            client.start()
+            client.attach()
+            await client.loaded
+            seen, serving, pid = list[int](), SimpleNamespace(client=client), client._process.pid
+            request: Any = None
+            for number, status in ((signal.SIGCONT, 200), (signal.SIGSTOP, 503), (signal.SIGCONT, 200)):
+                os.kill(pid, number)
+                while True:
+                    answer = await app.health(serving, None, request)
+                    if getattr(answer, "status_code", 200) == status:
+                        break
+                    await asyncio.sleep(0.01)
+                seen.append(status)
+            await client.stop()
+            return seen
+
+    assert asyncio.run(watch()) == [200, 503, 200]
 
 
 def test_keys(tmp_path: Path) -> None:

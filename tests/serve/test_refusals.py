@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -370,3 +371,22 @@ def test_failures_of_one_request(fake: Server) -> None:
     assert "hidden" not in json.dumps(chunks)
     fake.check_alive()
     assert fake.stats()["running"] == 0
+
+
+def test_nothing_is_fetched(tiny: Server) -> None:
+    """X03: an address in a request is refused where images would be, and nobody connects to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/a.png"
+        source = {"type": "url", "url": url}
+        for path, field, part in (
+            (CHAT, "messages", {"type": "image_url", "image_url": {"url": url}}),
+            ("/v1/messages", "messages", {"type": "image", "source": source}),
+            ("/v1/messages", "messages", {"type": "document", "source": source}),
+            ("/v1/responses", "input", {"type": "input_image", "image_url": url}),
+            ("/v1/responses", "input", {"type": "input_file", "file_url": url}),
+        ):
+            body = {"max_tokens": 2, field: [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]}
+            assert tiny.http.post(path, json=body).status_code == 400, part
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
