@@ -58,6 +58,7 @@ class EngineCore:
         self._stepping = False
         self._resting = False  # the last step had nothing to run and nothing to read
         self._forgotten: list[Job] = []  # of decode loops that were collected as garbage during a step
+        self._guided = False  # whether any request was: 256 rows are not asked at every step for what nobody wants
         self._closed = False
         self._fatal: EngineFatal | None = None
 
@@ -93,6 +94,7 @@ class EngineCore:
             if self.grammars is None:
                 raise RequestError("this engine has neither grammars nor budgets of thinking", param="structured_outputs")
             job.guide = self.grammars.guide(request.grammar, request.thinking)  # at hand, if somebody compiled it beforehand
+            self._guided = True
         return job
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -158,7 +160,7 @@ class EngineCore:
                 assert part.job.seq is not None
                 tokens, kept = part.job.ids[part.start : part.stop], self.reuse.snapshots(part)
                 batch.prefill.append(PrefillSlice(part.job.seq, tokens, part.start, part.sample, targets(part), kept))
-            hangs = any(job.hangs for job in plan.decode)
+            hangs = self._guided and any(job.hangs for job in plan.decode)
             self.scheduler.launched(plan)
             launched = True
             began = perf_counter()
@@ -234,7 +236,7 @@ class EngineCore:
             for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
                 if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
                     self._emit(job, token, logprobs)
-            if any(job.guide is not None for job in plan.rows):
+            if self._guided:
                 self._guide(plan.rows)
             for job, _, stop, _ in plan.prefill:
                 if stop == job.target and job.max_tokens == 0 and not job.finished:
