@@ -142,7 +142,7 @@ def test_an_answer_that_nobody_read_is_let_go() -> None:
                 blocked.set()
                 await gone.wait()
 
-        scope: dict[str, Any] = {"type": "http"}
+        scope: dict[str, Any] = {"type": "http", "access": {"id": "x"}}
         generation.admit()
         task = asyncio.create_task((await generation.respond(Request(scope, receive)))(scope, receive, send))
         row = Logprob(3, -1.0, 1, [3], [-1.0])
