@@ -20,6 +20,7 @@ from sparkrt.bench.load import ENDPOINTS, arrivals, body_of, encode, run
 from sparkrt.bench.progress import bar
 from sparkrt.bench.report import DETAILS, block, figures, spread
 from sparkrt.errors import SparkrtError
+from sparkrt.limits import raise_file_limit
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 SHOWN = 10  # errors
@@ -29,6 +30,7 @@ def serve(args: argparse.Namespace, dataset: Dataset) -> int:
     """Prints the result block; 1 if no request was answered. SparkrtError for what stands in the way of a load."""
     import uvloop
 
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(args, dataset))
 

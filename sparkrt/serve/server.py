@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sparkrt.engine.config import Progress
 from sparkrt.engine.flags import ENGINE_OPTIONS
 from sparkrt.errors import SparkrtError
+from sparkrt.limits import raise_file_limit
 from sparkrt.serve.cli import VERSION, ServeArgs
 from sparkrt.serve.engine import SIGNALS, EngineClient, Loader
 from sparkrt.serve.foreign import WITHOUT_EFFECT
@@ -42,6 +43,7 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    raise_file_limit()
     try:
         with listening(args) as listener, contextlib.closing(EngineClient(args.engine, loader, _loading_shown())) as client:
             client.start()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -158,6 +159,27 @@ def test_an_answer_that_nobody_read_is_let_go() -> None:
     gc.collect()
     assert not running
     assert held() is None
+
+
+@needs_proc
+def test_more_connections_than_a_process_may_open_at_first() -> None:
+    """The usual limit of 1,024 files is raised as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        server = Server(module="tests.serve.fake_engine")  # inherits it
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        server.wait_ready()
+        connections = [connect(server) for _ in range(300)]
+        for connection in connections:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in connections)
+        for connection in connections:
+            connection.close()
+    finally:
+        server.kill()
 
 
 @needs_proc
