@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.job import Job, Limits, Plan
-from sparkrt.engine.messages import EngineOutput, EngineRequest, EngineStats
+from sparkrt.engine.messages import LARGEST_STEP, EngineOutput, EngineRequest, EngineStats
 from sparkrt.engine.params import check_prompt_ids
 from sparkrt.engine.reuse import Reuse
 from sparkrt.engine.rows import logprob, sampler_params, targets
@@ -55,6 +55,7 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
         self._waited = 0.0  # s
+        self._idle_since = 0.0  # when the device's last step was read, or there was work for it again
         self._stepping = False
         self._resting = False  # the last step had nothing to run and nothing to read
         self._forgotten: list[Job] = []  # of decode loops that were collected as garbage during a step
@@ -78,6 +79,9 @@ class EngineCore:
             self._outbox.append(EngineOutput(request_id=job.request_id, finish_reason="length"))
             return
         self.scheduler.add(job)
+        job.since = perf_counter()
+        if not self._requests:
+            self._idle_since = job.since
         self._requests[job.request_id] = job
         if (limit := self.config.max_num_queued_reqs) is not None:
             self._admit()
@@ -85,7 +89,7 @@ class EngineCore:
                 self._forget(job)
                 raise CapacityError(f"the queue is full: {limit} requests may wait")
         if (timeout := self.config.request_timeout) is not None:
-            job.deadline = perf_counter() + timeout
+            job.deadline = job.since + timeout
             self._deadlines.append(job)
 
     def _job(self, request: EngineRequest, outbox: list[EngineOutput]) -> Job:
@@ -164,6 +168,8 @@ class EngineCore:
             self.scheduler.launched(plan)
             launched = True
             began = perf_counter()
+            if self._in_flight is None and outbox is self._outbox:
+                self._stats.idle_seconds += began - self._idle_since
             handle = self.model.launch(batch, self.settle if hangs else None)
             self._waited += perf_counter() - began if self.config.device == "host" else 0.0  # the launch is the computation
         except BaseException as error:
@@ -172,6 +178,8 @@ class EngineCore:
             self._fail(plan.jobs, error)
             return None
         self._stats.steps += 1
+        self._stats.step_tokens += (size := len(plan.decode) + sum(stop - start for _, start, stop, _ in plan.prefill))
+        self._stats.steps_by_tokens[min((size - 1).bit_length(), LARGEST_STEP + 1)] += 1
         for job, _, stop, _ in plan.prefill:  # what is computed again after a preemption does not count again
             self._stats.prompt_tokens += max(min(stop, job.prompt) - job.counted, 0)
             job.counted = max(job.counted, stop)
@@ -199,6 +207,7 @@ class EngineCore:
     def _admit(self) -> None:
         while (job := self.scheduler.admit()) is not None:
             try:
+                job.queued = perf_counter() - job.since if job.queued is None else job.queued
                 job.params = job.params or sampler_params(job.message, self._seeds)  # after a preemption, with the seed it had
                 self.reuse.begin(job, job.blocks)
                 job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted, job.match)
@@ -224,7 +233,8 @@ class EngineCore:
             try:
                 result = self.model.collect(handle)
             finally:  # those that ended before this step was read; from here on, who ends is let go at once
-                self._waited += perf_counter() - began
+                self._idle_since = perf_counter()  # unless another step is on its way
+                self._waited += self._idle_since - began
                 for job in self.scheduler.collected(plan):
                     self._release(job)
             for part in plan.prefill:
@@ -250,7 +260,7 @@ class EngineCore:
         self._stats.generation_tokens += 1
         output = EngineOutput(request_id=job.request_id, token_ids=[token])
         if emitted == 1:
-            output.cached_tokens = job.skipped or 0
+            output.cached_tokens, output.queued_seconds = job.skipped or 0, job.queued or 0.0
             output.prompt_logprobs = job.prompt_logprobs if job.scored else None
         if row is not None:
             output.logprobs = [logprob(row, job.message.logprobs or 0)]

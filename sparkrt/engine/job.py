@@ -39,6 +39,8 @@ class Job:
     preempted: bool = False  # has to let go of its slot and blocks, and waits again when it has
     immune: int = 0  # it is not chosen again before this many tokens are generated
     served: int = -1  # the last step that gave it a fair share of prefill
+    since: float = 0.0  # when it came, s
+    queued: float | None = None  # how long it waited until it began
     deadline: float = float("inf")
     guide: Guide | None = None  # decides, token by token, what may come next
     params: SamplerParams | None = None  # from its first admission on

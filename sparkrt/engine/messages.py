@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+LARGEST_STEP = 14  # log2 of the tokens of a step, as they are counted
+
 
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate, fully resolved: no field means "default" any more."""
@@ -41,6 +43,8 @@ class Logprob(msgspec.Struct, array_like=True, gc=False):
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """News of one request after a step. `finish_reason` ∈ stop | length | abort | timeout | error, set exactly once, last.
 
+    With the first token: `cached_tokens` of the prompt, and `queued_seconds` that the request waited for a slot.
+
     `stop_token` is the stop id that ended it (it is the last of `token_ids`). `error` explains "timeout" and "error".
     """
 
@@ -51,6 +55,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     finish_reason: str | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    queued_seconds: float = 0.0
     error: str | None = None
 
 
@@ -75,7 +80,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: float = 0.0
     host_seconds: float = 0.0
     gap_seconds: float = 0.0  # between steps that had work to do: news told and read
+    idle_seconds: float = 0.0  # with requests at hand, and nothing launched that was not read
     asleep: int = 0  # the level of its sleep
+    step_tokens: int = 0  # of prompts and answers, in all steps
+    steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (LARGEST_STEP + 2))  # by ⌈log2⌉, and larger ones
 
 
 class ModelInfo(msgspec.Struct, kw_only=True, frozen=True):

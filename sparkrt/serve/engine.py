@@ -207,6 +207,7 @@ class EngineClient:
         self.error: EngineFatal | LoadError | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # the process has; `error` says why
         self.draining = self.asleep = False
+        self.refused = dict.fromkeys(("queue_full", "shutting_down", "asleep"), 0)  # how many requests were, for now
         self._on_loading = on_loading
         self._running: dict[str, Generation] = {}
         self._idle = asyncio.Event()  # nothing of `_running` is left
@@ -253,8 +254,10 @@ class EngineClient:
         if self.error is not None:
             raise EngineFatal("the engine has stopped")
         if self.draining:
+            self.refused["shutting_down"] += 1
             raise CapacityError("the server is shutting down")
         if self.asleep:
+            self.refused["asleep"] += 1
             raise CapacityError("the model is asleep: POST /wake_up first")
         self._running |= {request.request_id: generation for request in requests}
         self._idle.clear()
@@ -332,6 +335,7 @@ class EngineClient:
             if message.refusal is None:
                 generation.admit()
             else:
+                self.refused["queue_full"] += message.refusal["status"] == 503
                 generation.close(RequestError(**message.refusal))
         if message.slept is not None and not self._slept.done():
             self._slept.set_result(message.slept)

@@ -20,6 +20,7 @@ from sparkrt.engine.outputs import Logprob, RequestOutput
 from sparkrt.engine.params import SamplingParams, to_requests
 from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.serve.http import describe, event_stream
+from sparkrt.serve.metrics import Times
 from sparkrt.serve.protocol import CachedTokens, StreamOptions, Usage
 from sparkrt.serve.serving import Serving
 from sparkrt.text.reply import ReplyDelta
@@ -52,6 +53,7 @@ class _Choice:
         self.over = False  # the last piece was taken
         self.first: float | None = None  # s after the request when its first token came
         self.last = 0.0  # and its last, so far
+        self.queued = 0.0  # how much of that it waited for a slot
         self._index = index
         self._text = self._tokens = 0
 
@@ -131,7 +133,7 @@ class Generation(ABC):
         answer, metrics = choice.answer, self._serving.metrics
         if output.token_ids:
             if choice.first is None:
-                choice.first = seconds
+                choice.first, choice.queued = seconds, output.queued_seconds
                 metrics.time_to_first_token.observe(seconds)
             else:
                 metrics.inter_token_latency.observe(seconds - choice.last)
@@ -148,7 +150,8 @@ class Generation(ABC):
     def _count(self, choice: _Choice, reason: str) -> None:
         """For the metrics: this answer has ended."""
         result, generated = choice.answer.result, len(choice.answer.output.token_ids)
-        details = choice.first, len(result.prompt_token_ids), result.num_cached_tokens, generated
+        times = Times(choice.queued, choice.first, choice.last)
+        details = times, len(result.prompt_token_ids), result.num_cached_tokens, generated
         self._serving.metrics.ended(reason, time.monotonic() - self._began, *details)
 
     def close(self, error: Exception | None = None) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from sparkrt.engine.config import Progress
 from sparkrt.engine.flags import ENGINE_OPTIONS
 from sparkrt.errors import SparkrtError
 from sparkrt.limits import raise_file_limit
@@ -40,17 +39,17 @@ STATS_INTERVAL = 10.0  # s
 
 def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
     """Serve until told to stop (0) or unable to (1). `loader` runs in the engine process, `open_text` in a thread of this one."""
-    began = time.monotonic()
+    began, loading = time.monotonic(), _Loading()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the event loop takes both over
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     raise_file_limit()
     try:
-        with listening(args) as listener, contextlib.closing(EngineClient(args.engine, loader, _loading_shown())) as client:
+        with listening(args) as listener, contextlib.closing(EngineClient(args.engine, loader, loading)) as client:
             client.start()
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(args, client, listener, open_text, began))
+                return runner.run(_serve(args, client, listener, open_text, began, loading))
     except KeyboardInterrupt:
         return 0
     except SparkrtError as error:
@@ -58,7 +57,9 @@ def run(args: ServeArgs, loader: Loader, open_text: OpenText) -> int:
         return 1
 
 
-async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float) -> int:
+async def _serve(
+    args: ServeArgs, client: EngineClient, listener: socket.socket, open_text: OpenText, began: float, loading: _Loading
+) -> int:
     loop = asyncio.get_running_loop()
     stop, again = asyncio.Event(), asyncio.Event()  # the first Ctrl-C or SIGTERM, and one that ends the patience of the first
     for number in SIGNALS:
@@ -77,7 +78,8 @@ async def _serve(args: ServeArgs, client: EngineClient, listener: socket.socket,
     try:
         await _first(serving.open(open_text), stop.wait())
         if not stop.is_set():
-            serving.metrics.startup.set(took := time.monotonic() - began)
+            took = time.monotonic() - began
+            serving.metrics.started(loading.end() | {"total": took}, serving.info)
             _print_summary(serving, f"in {took:.1f} s at {address(args, listener)}/v1")
             gc.collect()
             gc.freeze()  # what is loaded stays: not worth walking again
@@ -116,19 +118,31 @@ async def _first(*things: Awaitable[Any]) -> None:
         future.result()
 
 
-def _loading_shown() -> Progress:
-    """Shows progress on stderr: a line that changes on a terminal, a line per phase elsewhere."""
-    shown = set[str]()
+class _Loading:
+    """Shows progress on stderr: a line that changes on a terminal, a line per phase elsewhere; and times the phases."""
 
-    def show(what: str, done: int, total: int) -> None:
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}  # s
+        self._phase, self._began = "", time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        first = what not in self.phases
+        self.end()
+        self._phase = what
         if sys.stderr.isatty():
             share = "" if done == total > 0 else f"{what} {100 * done // total} %" if total else f"{what} ..."
             print(f"\x1b[K{share}", end="\r", file=sys.stderr, flush=True)
-        elif what not in shown:
+        elif first:
             print(f"{what} ...", file=sys.stderr, flush=True)
-        shown.add(what)
+        self.phases.setdefault(what, 0.0)
 
-    return show
+    def end(self) -> dict[str, float]:
+        """All phases; the current one is over."""
+        now = time.monotonic()
+        if self._phase:
+            self.phases[self._phase] += now - self._began
+        self._phase, self._began = "", now
+        return self.phases
 
 
 def _print_summary(serving: Serving, ready: str) -> None:

@@ -37,7 +37,7 @@ class Serving:
         self.args = args
         self.client = client
         self.created = int(time.time())
-        self.metrics = Metrics(args.names[0], lambda: client.stats)
+        self.metrics = Metrics(args.names[0], lambda: client.stats, client.refused)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, open_text: OpenText) -> None:

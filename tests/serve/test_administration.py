@@ -156,6 +156,7 @@ def test_sleep(sleeper: Server, level: int) -> None:
         error = sleeper.post(COMPLETIONS, {**body, "stream": stream}, 503)
         assert "asleep" in error["message"]
         assert error["type"] == "ServiceUnavailableError"
+    assert sleeper.metrics()["sparkrt:admission_rejections_total{asleep}"] >= 2
     assert sleeper.post("/tokenize", {"prompt": "still here"})["count"] > 0
     assert sleeper.post("/wake_up", None) == {"is_sleeping": False}
     assert sleeper.post("/wake_up", None) == {"is_sleeping": False}

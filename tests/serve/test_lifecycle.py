@@ -277,6 +277,7 @@ def test_a_full_queue() -> None:
             error = server.post("/v1/completions", {"prompt": "hi"}, 503)
             assert error["type"] == "ServiceUnavailableError"
             assert "1 requests may wait" in error["message"]
+            assert server.metrics()["sparkrt:admission_rejections_total{queue_full}"] == 1
         while server.stats()["running"]:
             pass
         server.check_alive()
