@@ -10,16 +10,25 @@ from typing import Any
 from starlette.requests import Request
 
 from sparkrt.engine.params import MAX_INT
+from sparkrt.errors import RequestError
 from sparkrt.serve import protocol as p
 from sparkrt.serve.chat import ChatGeneration, prepare
 from sparkrt.serve.generation import Piece
-from sparkrt.serve.http import describe, require
+from sparkrt.serve.http import describe, require, respelled
 from sparkrt.serve.serving import Serving
 from sparkrt.text.messages import bad
 
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _KINDS |= {500: "api_error", 503: "overloaded_error"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# what chat calls them, and what this API does
+_SPELLINGS = (
+    (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function\b", r"\1"),
+    (r"response_format(\.json_schema)?\b", "output_config.format"),
+    (r"reasoning_effort\b", "output_config.effort"),
+    (r"stop\b", "stop_sequences"),
+)
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -31,8 +40,11 @@ def describe_error(error: Exception) -> tuple[Any, int]:
 
 async def messages(serving: Serving, body: Any, request: Request) -> Any:
     require(body.max_tokens >= 1, "max_tokens", f"max_tokens must be at least 1, got {body.max_tokens}")
-    generation = await prepare(serving, _chat_body(body, serving.info.max_model_len), MessagesGeneration)
-    return await generation.respond(request)
+    try:
+        generation = await prepare(serving, _chat_body(body, serving.info.max_model_len), MessagesGeneration)
+        return await generation.respond(request)
+    except RequestError as error:
+        raise respelled(error, _SPELLINGS) from None
 
 
 async def count_tokens(serving: Serving, body: Any, request: Request) -> Any:
@@ -55,7 +67,8 @@ def _chat_body(body: Any, context: int) -> Any:
             require(fits, "thinking", "thinking.budget_tokens: expected a number of tokens, at least 1")
             more["thinking_token_budget"] = budget
     if body.output_config is not None:
-        more["reasoning_effort"] = body.output_config.get("effort")
+        more["reasoning_effort"] = effort = body.output_config.get("effort")
+        require(effort is None or isinstance(effort, str), "output_config", "output_config.effort: expected a string")
         if (form := body.output_config.get("format")) is not None:
             require(isinstance(form, Mapping), "output_config", "output_config.format: expected an object with a schema")
             more["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema", {})}}
@@ -97,6 +110,8 @@ def _messages(message: Mapping[str, Any], param: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + str(block.get("thinking") or "")
         elif kind == "tool_use" and role == "assistant":
+            require(isinstance(block.get("name"), str), f"{where}.name", f"{where}.name: expected a string")
+            require(isinstance(block.get("input") or {}, Mapping), f"{where}.input", f"{where}.input: expected an object")
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             turn.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":

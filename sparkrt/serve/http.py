@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +39,14 @@ _PLACE = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", r
 def require(holds: object, param: str, message: str) -> None:
     if not holds:
         raise RequestError(message, param=param)
+
+
+def respelled(error: RequestError, spellings: Sequence[tuple[str, str]]) -> RequestError:
+    """In the words of an API that calls some fields otherwise: (pattern, what to put there) of the beginnings of names."""
+    param, message = error.param or "", error.message
+    for pattern, new in spellings:
+        param, message = re.sub(f"^{pattern}", new, param), re.sub(f"^{pattern}", new, message)
+    return RequestError(message, param=param or None, code=error.code, status=error.status)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> Any:

@@ -73,7 +73,7 @@ _OTHERS_NAMES = ("max_tokens", "max_completion_tokens", "reasoning_effort")
 REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
     CompletionBody: _NOT_OFFERED | {"suffix": ("",)},
     ChatBody: _NOT_OFFERED | _NOT_FOR_CHAT,
-    MessagesBody: {"mcp_servers": ([],), "container": ()},
+    MessagesBody: {"mcp_servers": ([],), "compaction": (), "container": (), "thread": ()},
     CountTokensBody: {"mcp_servers": ([],)},
     ResponsesBody: {
         **(_NOT_OFFERED | _NOT_FOR_CHAT),
@@ -93,13 +93,14 @@ REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
 # what the two APIs document and nothing comes of here: hints, labels, and what is about tools that there are none of
 _HINTS = ("prompt_cache_options", "prompt_cache_retention", "service_tier")
 _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
+_BETAS = ("billing_policy", "cache_control", "context_management", "speed", "user_profile_id", "workspace_id")
 WITHOUT_EFFECT: dict[Any, tuple[str, ...]] = {
     CompletionBody: ("user",),
     ChatBody: (*_HINTS, *_LABELS, "prediction", "verbosity"),
     ResponsesBody: (*_HINTS, "background_options", "image", "max_tool_calls"),
-    CountTokensBody: ("cache_control", "speed", "user_profile_id", "workspace_id"),
+    MessagesBody: (*_BETAS, "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier"),
+    CountTokensBody: (*_BETAS, "compaction"),
 }
-WITHOUT_EFFECT[MessagesBody] = (*WITHOUT_EFFECT[CountTokensBody], "diagnostics", "inference_geo", "metadata", "service_tier")
 
 # A chunk of a stream has the fields of a whole answer, with what is new.
 _PROMPT: Object = {"prompt_logprobs": list[dict[str, Object] | None], "prompt_token_ids": list[int]}

@@ -194,11 +194,15 @@ def test_errors(client: Anthropic, tiny: Server) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0]"),
         ({"system": [image]}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].function.parameters"),
+        ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no-type"}}}}, "response_format"),
-        ({"output_config": {"format": 5}}, "output_config"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no-type"}}}}, "output_config.format"),
+        ({"output_config": {"format": 5}}, "output_config.format"),
+        ({"output_config": {"effort": 5}}, "output_config.effort"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "input": {}}]}]}, "content[0].name"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 5}]}]}, "content[0].input"),
         ({"extra_body": {"mcp_servers": [{"url": "http://127.0.0.1:1"}]}}, "mcp_servers"),
     ]:
         assert part in refused(**body)

@@ -15,6 +15,8 @@ import openai.types.completion_create_params
 import openai.types.responses as r
 import openai.types.responses.response_create_params
 import pytest
+from anthropic.types.beta import message_count_tokens_params as beta_count
+from anthropic.types.beta import message_create_params as beta
 from typing_extensions import get_type_hints
 
 from sparkrt.serve import protocol as p
@@ -34,7 +36,9 @@ REQUESTS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "responses": (p.ResponsesBody, [RESPONSE.ResponseCreateParamsNonStreaming, RESPONSE.ResponseCreateParamsStreaming]),
     "messages": (p.MessagesBody, [MESSAGE.MessageCreateParamsNonStreaming, MESSAGE.MessageCreateParamsStreaming]),
+    "messages in beta": (p.MessagesBody, [beta.MessageCreateParamsNonStreaming, beta.MessageCreateParamsStreaming]),
     "count_tokens": (p.CountTokensBody, [COUNT.MessageCountTokensParams]),
+    "count_tokens in beta": (p.CountTokensBody, [beta_count.MessageCountTokensParams]),
 }
 ASKED: dict[Any, tuple[str, dict[str, Any]]] = {
     p.ChatBody: ("/v1/chat/completions", {"messages": [{"role": "user", "content": "⟪Yes.⟫"}]}),
@@ -48,7 +52,7 @@ ASKED: dict[Any, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_field_is_known(name: str) -> None:
     kind, documented = REQUESTS[name]
-    fields = {field for params in documented for field in get_type_hints(params)}
+    fields = {field for params in documented for field in get_type_hints(params)} - {"betas"}  # which becomes a header
     assert {"model", "messages" if kind is not p.CompletionBody else "prompt"} & fields
     rules = [set(kind.__struct_fields__), set(p.REFUSED[kind]), set(p.WITHOUT_EFFECT[kind])]
     assert not set.intersection(*rules[:2]) | set.intersection(*rules[1:]) | (rules[0] & rules[2])

@@ -49,9 +49,11 @@ class ResponsesGeneration(ChatGeneration):
         super().__init__(*details)
 
     async def _whole(self, request: Request) -> Any:
-        """What the events would have told: the same items whether they are streamed or not."""
+        """What the events would have told: the same items whether they are streamed or not. To know which log-probabilities
+        belong to which text it has to come in pieces here, too.
+        """
         async with self._watched(request):
-            async for pieces in self._pieces(self._serving.args.stream_interval):
+            async for pieces in self._pieces(self._serving.args.stream_interval if self.body.logprobs else None):
                 for piece in pieces:
                     self.chunks(self._read(piece))
         return (await self.closing())[0]["response"]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from sparkrt.errors import RequestError
 from sparkrt.serve import protocol as p
 from sparkrt.serve.chat import prepare
-from sparkrt.serve.http import require
+from sparkrt.serve.http import require, respelled
 from sparkrt.serve.responses.generation import Asked, ResponsesGeneration
 from sparkrt.serve.responses.items import Item, check_outputs, read_items, to_messages
 from sparkrt.serve.responses.store import ResponseStore
@@ -28,10 +28,10 @@ _INCLUDABLE += ["web_search_call.action.sources", "web_search_call.results", "co
 _INCLUDABLE += ["computer_call_output.output.image_url"]
 # what chat calls them, and what this API does
 _SPELLINGS = (
-    (r"^(tools\[\d+\])\.function\b", r"\1"),
-    (r"^response_format(\.json_schema)?\b", "text.format"),
-    (r"^(messages|prompt)\b", "input"),
-    (r"^max_tokens\b", "max_output_tokens"),
+    (r"(tools\[\d+\])\.function\b", r"\1"),
+    (r"response_format(\.json_schema)?\b", "text.format"),
+    (r"(messages|prompt)\b", "input"),
+    (r"max_tokens\b", "max_output_tokens"),
 )
 _PAGE = 100  # items
 
@@ -41,7 +41,7 @@ async def create_response(serving: Serving, body: Any, request: Request) -> Any:
         asked, chat = await _read(serving, body)
         return await (await prepare(serving, chat, partial(ResponsesGeneration, asked))).respond(request)
     except RequestError as error:
-        raise _respelled(error) from None
+        raise respelled(error, _SPELLINGS) from None
 
 
 async def count_input_tokens(serving: Serving, body: Any, request: Request) -> Any:
@@ -49,7 +49,7 @@ async def count_input_tokens(serving: Serving, body: Any, request: Request) -> A
         _, chat = await _read(serving, body)
         _, ids = await asyncio.to_thread(serving.render, chat)
     except RequestError as error:
-        raise _respelled(error) from None
+        raise respelled(error, _SPELLINGS) from None
     return p.InputTokens(object="response.input_tokens", input_tokens=len(ids))
 
 
@@ -185,11 +185,3 @@ def _format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if asked.get("type") != "json_schema":
         return {"type": asked.get("type")}
     return {"type": "json_schema", "json_schema": {key: value for key, value in asked.items() if key != "type"}}
-
-
-def _respelled(error: RequestError) -> RequestError:
-    """In the words of this API."""
-    param, message = error.param or "", error.message
-    for pattern, new in _SPELLINGS:
-        param, message = re.sub(pattern, new, param), re.sub(pattern, new, message)
-    return RequestError(message, param=param or None, code=error.code, status=error.status)
