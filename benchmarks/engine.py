@@ -24,6 +24,7 @@ from typing import Any
 from sparkrt import LLM
 from sparkrt.engine.messages import EngineRequest
 from sparkrt.runtime.machine import usable_cores
+from sparkrt.text.grammar import grammar_of, json_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,24 +39,33 @@ print(ready, perf_counter() - began)
 """
 
 
-def requests(llm: LLM, batch: int, context: int, tokens: int, temperature: float) -> Iterator[EngineRequest]:
-    """Prompts of random ids that go on for `tokens` tokens, whatever they say."""
+_ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 10_000}
+
+
+def requests(llm: LLM, batch: int, context: int, tokens: int, temperature: float, masked: int = 0) -> Iterator[EngineRequest]:
+    """Prompts of random ids that go on for `tokens` tokens, whatever they say; the first `masked` of them write JSON."""
     rng = random.Random(0)
+    grammar = grammar_of([{"json_schema": json_schema(_ENDLESS, "json")}]), "json"
     for i in range(batch):
         ids = [rng.randrange(llm.info.vocab_size) for _ in range(context)]
         yield EngineRequest(
-            request_id=f"{context}-{i}-{rng.random()}", prompt_ids=ids, max_tokens=tokens, temperature=temperature, seed=i
+            request_id=f"{context}-{i}-{rng.random()}",
+            prompt_ids=ids,
+            max_tokens=tokens,
+            temperature=temperature,
+            seed=i,
+            grammar=grammar if i < masked else None,
         )
 
 
-def decode(llm: LLM, batch: int, context: int, tokens: int, temperature: float) -> dict[str, Any]:
+def decode(llm: LLM, batch: int, context: int, tokens: int, temperature: float, masked: int = 0) -> dict[str, Any]:
     """`tokens` decode steps of `batch` rows that all have at least `context` tokens behind them.
 
     The device's part is taken in a second round of steps: events around every graph would cost the first one time.
     """
     core, warm_up, again = llm.core, 8, min(tokens, 32)
     names = []
-    for request in requests(llm, batch, context, tokens + again + warm_up + context // 64 * batch + 4, temperature):
+    for request in requests(llm, batch, context, tokens + again + warm_up + context // 64 * batch + 4, temperature, masked):
         names.append(request.request_id)
         core.add(request)
     running: set[str] = set()
@@ -143,6 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="decode steps to time (default: 128)")
     parser.add_argument("--repeat", type=int, default=5, help="prefills and starts to time (default: 5)")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--masked", type=numbers, default=[0], help="rows of a decode step that follow a grammar (default: 0)")
     parser.add_argument("--what", default="decode,prefill,startup")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an EngineConfig option")
     parser.add_argument("--no-keep", action="store_true", help="print only")
@@ -170,7 +181,9 @@ def main() -> None:
 
         for context in args.context if "decode" in what else ():
             for batch in args.batch:
-                row("decode", decode(llm, batch, context, args.tokens, args.temperature))
+                for masked in args.masked:
+                    label = f"decode/{masked}" if masked else "decode"
+                    row(label, decode(llm, batch, context, args.tokens, args.temperature, min(masked, batch)))
         for context in args.prompt if "prefill" in what else ():
             row("prefill", prefill(llm, context, args.repeat))
     if "startup" in what:

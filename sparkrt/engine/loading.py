@@ -28,7 +28,7 @@ from sparkrt.model.spec import expected_tensors
 from sparkrt.runtime import GpuBackend, open_backend
 from sparkrt.runtime.backend import MemoryInfo
 from sparkrt.runtime.dtypes import DType, by_name
-from sparkrt.runtime.machine import debug_enabled
+from sparkrt.runtime.machine import debug_enabled, usable_cores
 from sparkrt.text.grammar import Grammars
 from sparkrt.text.template import ChatTemplate
 from sparkrt.text.tokenizer import Tokenizer
@@ -87,7 +87,8 @@ def _build(
     options = ModelOptions(**sizes, dtype=by_name(dtype))
     ends = sorted(i for i in eos if 0 <= i < vocab)  # others would be out of bounds in the sampler's lists
     shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
-    grammars = Grammars(tokenizer, model.vocab_size, ends, shown)  # padding included: masks have it, too
+    threads = min(usable_cores() // 2, 8)  # the other half is the API process's
+    grammars = Grammars(tokenizer, model.vocab_size, ends, shown, threads)  # padding included: masks have it, too
     opening = Thread(target=grammars.open, name="grammars", daemon=True)
     if grammars_too:
         opening.start()

@@ -90,6 +90,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise bad(f"tools[{index}].type", f"{tool['type']!r} is not supported; this server runs no tools of its own")
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    function["strict"] = tool.get("strict")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 

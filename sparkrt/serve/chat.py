@@ -112,6 +112,9 @@ class ChatGeneration(Generation):
         if tools and (bodies or choice.forced):
             bodies.append({"lark_grammar": tools.grammar(choice.tools, parallel)})
         may_think = thinks if thinks is not None or (reasoning and reasoning.optional) else False
+        if tools and not bodies and any(tool.strict for tool in choice.tools):
+            bodies.append({"lark_grammar": tools.free_grammar(choice.tools, parallel, thinks is None)})
+            may_think = thinks
         grammar = (grammar_of(bodies, may_think), asked[1] if asked else "tools") if bodies else None
         if body.separate_reasoning is False:
             reasoning = None

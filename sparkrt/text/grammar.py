@@ -27,6 +27,7 @@ Body = dict[str, Any]
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHARS, MAX_DEPTH = 256 * 1024, 64  # of a grammar; of JSON nested in it
 _REMEMBERED = 128  # grammars
+_MANY = 8  # masks, of some 35 µs each: fewer are filled before other threads would have begun
 # On one line, with a blank after commas and colons or without: where any blanks may come, small models never come to their end.
 _SPACE = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 # llguidance measures work in "fuel"; these bound compiling and a mask to some 20 ms each, ten times what real schemas take
@@ -131,13 +132,21 @@ def escape_regex(pattern: str) -> str:
 class Grammars:
     """Compiles grammars for one tokenizer. Safe to share between threads; slow things happen in the caller's."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], shown: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        shown: Sequence[int] = (),
+        threads: int = 1,
+    ) -> None:
         """`vocab_size` may count ids without tokens, none of which is allowed. `shown`: special tokens that texts have all the
-        same.
+        same. So many `threads` fill masks.
         """
         self._tokenizer, self._vocab, self._eos, self._shown = tokenizer, vocab_size, list(eos_token_ids), frozenset(shown)
         self._lock, self._ready = threading.Lock(), OrderedDict[str, Any]()
         self._backend: LLTokenizer | None = None
+        self._threads = threads
         self._executor: LLExecutor | None = None
 
     def guide(self, grammar: tuple[str, str] | None, thinking: tuple[int, bool | None] | None = None) -> Guide:
@@ -148,16 +157,16 @@ class Grammars:
         return Guide(matcher, ThinkingBudget(*thinking, self._tokenizer.token_bytes, self._tokenizer.encode(CLOSING, False)))
 
     def fill(self, rows: Sequence[tuple[Guide, np.ndarray]]) -> None:
-        """Write the masks of answers, rows of one table of uint32 [rows, ceil(vocab_size / 32)], in parallel."""
-        due = [(matcher, row) for guide, row in rows if (matcher := guide.fill(row)) is not None]
-        if len(due) == 1:
-            [(matcher, row)] = due
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        elif due:
-            places, size = [row.ctypes.data for _, row in due], due[0][1].nbytes
-            first = min(places)
-            work = [(matcher, (at - first) // size) for (matcher, _), at in zip(due, places, strict=True)]
-            self._workers().unsafe_compute_mask_ptr(work, first, size, (max(places) - first) // size + 1)
+        """Write the masks of answers, rows of one table of uint32 [rows, ceil(vocab_size / 32)], many of them in parallel."""
+        due = [(matcher, row.ctypes.data) for guide, row in rows if (matcher := guide.fill(row)) is not None]
+        size = rows[0][1].nbytes if rows else 0
+        if self._threads > 1 and len(due) >= _MANY:
+            first = min(at for _, at in due)
+            work = [(matcher, (at - first) // size) for matcher, at in due]
+            self._workers().unsafe_compute_mask_ptr(work, first, size, max(row for _, row in work) + 1)
+        else:
+            for matcher, at in due:
+                matcher.unsafe_compute_mask_ptr(at, size)
         for guide, _ in rows:
             guide.stale = False
 
@@ -194,7 +203,7 @@ class Grammars:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor()
+            self._executor = LLExecutor(self._threads)
         return self._executor
 
     def _open(self) -> LLTokenizer:

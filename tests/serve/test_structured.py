@@ -121,6 +121,25 @@ def test_calls_are_enforced(thinker: Server, thinking: bool) -> None:
     assert (reason, "tool_calls" in free) == ("stop", False)
 
 
+def test_strict_calls_among_free_text(tmp_path: Path) -> None:
+    """A model that would give its function a word for a number: with `strict` it cannot, and says what it likes before."""
+    r1(tmp_path, ["Look:\n", "<tool_call>", "\n<function=f>\n<parameter=n>\nmany!\n</parameter>\n</function>\n", "</tool_call>"])
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE, encoding="utf-8")
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    with running(str(tmp_path), "--chat-template", str(template)) as server:
+        for tools, valid in ((TOOLS, False), (strict, True)):
+            for more in ({}, {"parallel_tool_calls": False}):
+                message, reason = said(server, tools=tools, **more)
+                assert (message["content"], reason) == ("Look:", "tool_calls")
+                arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+                assert jsonschema.Draft202012Validator(SCHEMA).is_valid(arguments) == valid
+        body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 200, "temperature": 0}
+        tool = {"name": "f", "input_schema": SCHEMA, "strict": True}
+        [*_, block] = server.post("/v1/messages", {**body, "tools": [tool]})["content"]
+        jsonschema.validate(block["input"], SCHEMA)
+
+
 def test_each_way_to_ask(tiny: Server) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),

@@ -51,9 +51,12 @@ def follows(grammar: str, text: str) -> bool:
     return guide.stopped == OVER or may_end(allowed(guide))
 
 
-def walk(grammar: str, rng: random.Random, limit: int = 600) -> str:
-    """An answer drawn at random from what is allowed, the end where it may come."""
-    guide, ids = GRAMMARS.guide((grammar, "x")), list[int]()
+def walk(grammar: str, rng: random.Random, limit: int = 600, begin: str = "") -> str:
+    """An answer that goes on from `begin`, drawn at random from what is allowed, the end where it may come."""
+    guide, ids = GRAMMARS.guide((grammar, "x")), TOKENIZER.encode(begin, False)
+    for token in ids:
+        assert token in allowed(guide)
+        guide.advance(token)
     while guide.stopped is None and len(ids) < limit:
         options = allowed(guide)
         if not len(options) or may_end(options):

@@ -21,10 +21,11 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function by its name and the JSON schema of its arguments, an object's."""
+    """A function by its name and the JSON schema of its arguments, an object's, which holds wherever it is called if `strict`."""
 
     name: str
     schema: dict[str, Any]
+    strict: bool = False
 
 
 def read_tools(tools: Sequence[Any], param: str = "tools") -> list[Tool]:
@@ -45,7 +46,7 @@ def read_tools(tools: Sequence[Any], param: str = "tools") -> list[Tool]:
         for key, kind in (("description", str), ("strict", bool)):
             if not isinstance(function.get(key), kind | None):
                 raise bad(f"{where}.{key}", f"expected a {'string' if kind is str else 'boolean'}")
-        found[name] = Tool(name, _object_schema(schema, f"{where}.parameters"))
+        found[name] = Tool(name, _object_schema(schema, f"{where}.parameters"), function.get("strict") is True)
     return list(found.values())
 
 
@@ -131,6 +132,13 @@ class ToolFormat(ABC):
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         """A grammar of Lark: nothing but calls of these functions with valid arguments, one or, if `parallel`, several."""
+
+    @abstractmethod
+    def free_grammar(self, tools: Sequence[Tool], parallel: bool, may_think: bool) -> str:
+        """A grammar of Lark: any text, in which what begins a call is one of these functions, with valid arguments if `strict`.
+
+        `may_think`: a text that begins with thinking is another rule's.
+        """
 
     def new_id(self) -> str:
         """The id of a call."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from sparkrt.text.incoming import BLANK, Incoming, Reading
 from sparkrt.text.tools.calls import Calls, Tool, ToolFormat
+from sparkrt.text.tools.free import calls_in_text, loose
 from sparkrt.text.tools.json_calls import call_rules, read_call
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_HEAD, _TAIL = '\n{"name": "NAME", "arguments": ', f"}}\n{_END}"
 
 
 class Hermes(ToolFormat):
@@ -29,5 +31,8 @@ class Hermes(ToolFormat):
                 calls.say(_BEGIN + blank + text)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
-        rules = call_rules(tools, f'{_BEGIN}\n{{"name": "NAME", "arguments": ', f"}}\n{_END}")
+        rules = call_rules(tools, _BEGIN + _HEAD, _TAIL)
         return f"start: call{' (BREAK call)*' if parallel else ''}\nBREAK: /\\n/\n{rules}"
+
+    def free_grammar(self, tools: Sequence[Tool], parallel: bool, may_think: bool) -> str:
+        return "\n".join([*calls_in_text([(_BEGIN, "call")], parallel, may_think), call_rules(loose(tools), _HEAD, _TAIL)])

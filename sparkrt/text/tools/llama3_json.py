@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from sparkrt.text.grammar import escape_regex, quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
+from sparkrt.text.reasoning import BEGIN
 from sparkrt.text.tools.calls import Calls, Tool, ToolFormat
+from sparkrt.text.tools.free import any_text, loose
 from sparkrt.text.tools.json_calls import call_rules, read_call
 
 _TAG, _FIRST = "<|python_tag|>", '"name"'
+_HEAD = '{"name": "NAME", "parameters": '
 
 
 class Llama3Json(ToolFormat):
@@ -31,7 +36,15 @@ class Llama3Json(ToolFormat):
 
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         more = ' ("; " call)*' if parallel else ""
-        return f"start: call{more}\n" + call_rules(tools, '{"name": "NAME", "parameters": ', "}")
+        return f"start: call{more}\n" + call_rules(tools, _HEAD, "}")
+
+    def free_grammar(self, tools: Sequence[Tool], parallel: bool, may_think: bool) -> str:
+        """An answer that is no call from its first word has none. What begins it is lazy: it ends before any text would."""
+        more, blank = f" ({quote('; {' + _FIRST)} call)*" if parallel else "", f"[{BLANK}]*"
+        begin = rf"{blank}(?:{re.escape(_TAG)}{blank})?\{{{blank}{_FIRST}"
+        text = any_text([begin, *([f"{blank}{re.escape(BEGIN)}"] if may_think else [])])
+        rules = f"start: TEXT? | begin call{more}\nTEXT: {text}\nbegin[lazy]: /{escape_regex(begin)}/\n"
+        return rules + call_rules(loose(tools), _HEAD.removeprefix("{" + _FIRST), "}")
 
 
 def _is_call(source: Incoming) -> Reading[bool]:

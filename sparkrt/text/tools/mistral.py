@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from sparkrt.text.grammar import quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
 from sparkrt.text.tools.calls import Calls, Tool, ToolFormat, short_id
+from sparkrt.text.tools.free import calls_in_text, loose
 from sparkrt.text.tools.json_calls import call_rules, read_call, read_members
 
 _TAG, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_OLD = '{"name": "NAME", "arguments": ', "}"
 
 
 class Mistral(ToolFormat):
@@ -45,8 +47,14 @@ class Mistral(ToolFormat):
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         if _ARGS not in self._template:  # as older models write
             more = ' (", " call)*' if parallel else ""
-            return f'start: {quote(_TAG)} "[" call{more} "]"\n' + call_rules(tools, '{"name": "NAME", "arguments": ', "}")
+            return f'start: {quote(_TAG)} "[" call{more} "]"\n' + call_rules(tools, *_OLD)
         return f"start: call{'+' if parallel else ''}\n" + call_rules(tools, f"{_TAG}NAME{_ARGS}", "")
+
+    def free_grammar(self, tools: Sequence[Tool], parallel: bool, may_think: bool) -> str:
+        more = ' (", " call)*' if parallel else ""
+        old = f'list: /[ ]?/ "[" call{more} "]"', call_rules(loose(tools), *_OLD)
+        new = "list: call", call_rules(loose(tools), f"NAME{_ARGS}", "")
+        return "\n".join([*calls_in_text([(_TAG, "list")], parallel, may_think), *(new if _ARGS in self._template else old)])
 
     def new_id(self) -> str:
         return short_id()

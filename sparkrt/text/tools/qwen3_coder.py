@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from sparkrt.text.grammar import quote
+from sparkrt.text.grammar import escape_regex, quote
 from sparkrt.text.incoming import BLANK, Incoming, Reading
 from sparkrt.text.messages import bad
 from sparkrt.text.tools.calls import Call, Calls, Tool, ToolFormat, dumps
 from sparkrt.text.tools.coerce import coerce, types_of
+from sparkrt.text.tools.free import calls_in_text
 from sparkrt.text.tools.xml_values import TEXT_RULES, value_rules
 
 _BEGIN, _CALL, _KEY, _VALUE_END, _CALL_END, _END = (
@@ -48,9 +49,23 @@ class Qwen3Coder(ToolFormat):
 
     def grammar(self, tools: Sequence[Tool], parallel: bool) -> str:
         """Parameters come in any order, each once at most: the rule of a call counts in bits which it has had."""
-        calls, more = " | ".join(f"call{i}" for i in range(len(tools))), r' ("\n" call)*' if parallel else ""
-        lines = [f"start: call{more}", f'call: "{_BEGIN}\\n" ({calls}) "\\n{_END}"', *TEXT_RULES]
+        more = r' ("\n" call)*' if parallel else ""
+        lines = [f"start: call{more}", f'call: "{_BEGIN}\\n" function "\\n{_END}"', *TEXT_RULES]
+        return "\n".join(lines + self._functions(tools, _CALL))
+
+    def free_grammar(self, tools: Sequence[Tool], parallel: bool, may_think: bool) -> str:
+        begins = [(_BEGIN, "tagged"), (_CALL, "bare")]  # the outer tag may be missing when calls are read
+        lines = [*calls_in_text(begins, parallel, may_think), f'tagged: "\\n{_CALL}" bare', f'bare: function "\\n{_END}"']
+        any_body = f"free[lazy]: /(?s:.*){escape_regex(_CALL_END)}/"
+        return "\n".join([*lines, any_body, *TEXT_RULES, *self._functions(tools, "", loosely=True)])
+
+    def _functions(self, tools: Sequence[Tool], tag: str, loosely: bool = False) -> list[str]:
+        """Rules of Lark: `function` is one of these, from its name to its closing tag. `loosely`: `free` is, where not strict."""
+        lines = [f"function: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
+            if loosely and not tool.strict:
+                lines.append(f"call{i}: {quote(f'{tool.name}>')} free")
+                continue
             where, keys = f"tools[{i}].function.parameters", list(tool.schema.get("properties", {}))
             required = tool.schema.get("required", [])
             if len(keys) > 64:
@@ -58,14 +73,14 @@ class Qwen3Coder(ToolFormat):
             if missing := [key for key in required if key not in keys]:
                 raise bad(f"{where}.required", f"{missing[0]!r} is not among the properties")
             needs = functools.reduce("and({}, {})".format, [f"bit_set({keys.index(key)})" for key in required] or ["true"])
-            head = quote(f"{_CALL}{tool.name}>\n")
+            head = quote(f"{tag}{tool.name}>\n")
             lines.append(f"call{i}: {head} {f'more{i}::0x0' if keys else ''} {quote(_CALL_END)}")
             lines += [f'more{i}::_: "" %if {needs}'] if keys else []
             for n, key in enumerate(keys):
                 lines.append(f"  | {quote(_KEY + key + _KEY_END)} v{i}_{n} more{i}::set_bit({n}) %if bit_clear({n})")
             for n, (key, schema) in enumerate(tool.schema.get("properties", {}).items()):
                 lines += value_rules(f"v{i}_{n}", schema, tool.schema, f"{where}.properties.{key}")
-        return "\n".join(lines)
+        return lines
 
     def _call(self, source: Incoming, name: str, calls: Calls) -> Reading[None]:
         call, schema = calls.call(name), calls.schema(name)
