@@ -12,4 +12,4 @@ from hypothesis import settings
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-settings.register_profile("long", max_examples=2000)  # --hypothesis-profile=long
+settings.register_profile("long", max_examples=500)  # --hypothesis-profile=long

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import flags, http_api, operators, plots, python_api
+from tools import flags, http_api, metrics, operators, plots, python_api
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags.page,
     "http.md": http_api.page,
+    "metrics.md": metrics.page,
     "operators.md": operators.operator_table,
     "python.md": python_api.page,
 }

@@ -37,6 +37,20 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {page.name for page in DOCS.glob("*.md")} <= set(re.findall(r": ([\w-]+\.md)$", navigation, re.MULTILINE))
 
 
+def test_links_to_parts_of_pages_lead_somewhere() -> None:
+    parts = {
+        page.name: {_slug(head) for head in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
+        for page in DOCS.glob("*.md")
+    }
+    for page in DOCS.glob("*.md"):
+        for name, part in re.findall(r"\]\(([\w-]*\.?m?d?)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert part in parts[name or page.name], f"{page.name} links to {name}#{part}"
+
+
+def _slug(head: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower())
+
+
 @pytest.mark.parametrize(("source", "block"), [pytest.param(*b, id=f"{b[0]}-{i}") for i, b in enumerate(_blocks("python"))])
 def test_python_examples_run(tiny: Server, source: str, block: str) -> None:
     said = io.StringIO()

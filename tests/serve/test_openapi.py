@@ -1,6 +1,6 @@
 """Our own OpenAPI document: complete, and what a real server keeps to.
 
-`pytest tests/serve/test_openapi.py --hypothesis-profile=long` asks a hundred times as much.
+`pytest tests/serve/test_openapi.py --hypothesis-profile=long` asks 25 times as much.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXAMPLES = 20  # of each route; what a profile says, if one is named
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Its answers are short whatever is asked for."""
-    with running("--max-model-len", "64") as server:
+    """Its answers are short whatever is asked for, and it can sleep."""
+    with running("--max-model-len", "64", "--enable-sleep-mode") as server:
         yield server
 
 
@@ -88,6 +88,7 @@ def test_a_server_keeps_to_it(small: Server, method: str, path: str) -> None:
             response = small.http.request(method, path, json={**example, "stream": stream})
             assert response.status_code == 200, response.text
             schema[path][method].validate_response(response)
+    small.http.post("/wake_up")
     small.check_alive()
 
 
