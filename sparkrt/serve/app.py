@@ -24,6 +24,7 @@ from sparkrt.serve.chat import chat_completions
 from sparkrt.serve.cli import VERSION
 from sparkrt.serve.completions import completions
 from sparkrt.serve.engine import SILENCE
+from sparkrt.serve.generate import generate
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
 from sparkrt.serve.keys import KeyGuard
 from sparkrt.serve.openapi import document
@@ -98,6 +99,10 @@ async def reset_prefix_cache(serving: Serving, body: None, request: Request) -> 
     return p.Status(status="ok")
 
 
+async def flush_cache(serving: Serving, body: None, request: Request) -> Any:
+    return await reset_prefix_cache(serving, body, request)
+
+
 async def abort_request(serving: Serving, body: Any, request: Request) -> Any:
     """`rid` or `request_ids`: ids of answers, or X-Request-Ids; `abort_all`: everything. Unknown ids are ignored."""
     ids = {*([] if body.rid is None else [body.rid]), *(body.request_ids or ())}
@@ -168,11 +173,13 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ),
     ("POST", "/v1/messages", messages, p.MessagesBody, p.Message, "Answer a conversation, in Anthropic's way"),
     ("POST", "/v1/messages/count_tokens", count_tokens, p.CountTokensBody, p.TokenCount, "How long its prompt is"),
+    ("POST", "/generate", generate, p.GenerateBody, p.Generated | list[p.Generated], "Continue a text, in SGLang's way"),
     ("GET", "/v1/models", models, None, p.ModelList, "The model, under each of its names"),
     ("GET", "/v1/models/{name:path}", model, None, p.Model, "One of them"),
     ("POST", "/tokenize", tokenize, p.TokenizeBody, p.Tokens, "Text or messages to token ids"),
     ("POST", "/detokenize", detokenize, p.DetokenizeBody, p.Text, "Token ids to text"),
     ("POST", "/reset_prefix_cache", reset_prefix_cache, None, p.Status, "Forget what is cached of prompts"),
+    ("POST", "/flush_cache", flush_cache, None, p.Status, "The same, as SGLang calls it"),
     ("POST", "/abort_request", abort_request, p.AbortBody, p.Aborted, "End requests"),
     ("POST", "/sleep", sleep, None, p.Sleep, "Give the device's memory back"),
     ("POST", "/wake_up", wake_up, None, p.Sleep, "Take it again"),

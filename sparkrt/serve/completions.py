@@ -25,6 +25,11 @@ Row = dict[int, Logprob]  # of one position: the chosen token, then the most lik
 
 
 async def completions(serving: Serving, body: Any, request: Request) -> Any:
+    return await (await prepare(serving, body, CompletionGeneration)).respond(request)
+
+
+async def prepare(serving: Serving, body: Any, kind: type[CompletionGeneration]) -> CompletionGeneration:
+    """The request on its way to the engine. RequestError for what is wrong with it."""
     params = serving.params(body)
     require(params.max_tokens != 0 or body.echo, "max_tokens", "max_tokens must be at least 1 unless echo is true")
     if body.echo and params.logprobs is not None:
@@ -39,7 +44,7 @@ async def completions(serving: Serving, body: Any, request: Request) -> Any:
     thinks, reasoning = list[bool | None](), serving.reasoning
     if params.thinking_token_budget is not None and reasoning is not None:
         thinks = [reasoning.within(decode(prompt, False)) for prompt in ids]
-    return await CompletionGeneration(echoed, serving, body, ids, params, grammar, thinks=thinks).respond(request)
+    return kind(echoed, serving, body, ids, params, grammar, thinks=thinks)
 
 
 def _split(prompt: str | list[Any]) -> list[Any]:

@@ -57,6 +57,9 @@ SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"} | {nam
 _SHARED: Object = {name: kind for name, kind in (_GENERATION | _TEMPLATE).items() if name in SHARED}
 ResponsesBody = _struct("ResponsesBody", _SHARED | _RESPONDING, input=str | list[Object])
 AbortBody = _struct("AbortBody", {"rid": str, "request_ids": list[str], "abort_all": bool})
+_WAYS: Object = {"text": str | list[str], "input_ids": list[int | list[int]], "sampling_params": Object, "stream": bool}
+_WAYS |= {"return_logprob": bool, "top_logprobs_num": int, "logprob_start_len": int, "model": str}
+GenerateBody = _struct("GenerateBody", _WAYS)
 DetokenizeBody = _struct("DetokenizeBody", {"model": str}, tokens=list[int])
 
 # field → the values that ask for nothing; null never does
@@ -84,6 +87,12 @@ REFUSED: dict[Any, dict[str, tuple[Any, ...]]] = {
         "n": (1,),
         "response_format": ({"type": "text"},),
         "truncation": ("disabled",),
+    },
+    GenerateBody: {
+        **dict.fromkeys(("image_data", "video_data", "audio_data"), ([],)),
+        **dict.fromkeys(("custom_logit_processor", "input_embeds", "lora_path", "rid"), ()),
+        **dict.fromkeys(("session_params", "token_ids_logprob"), ()),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts"), (False,)),
     },
     TokenizeBody: {},
     DetokenizeBody: {},
@@ -117,6 +126,7 @@ _SCORED: Object = {"text_offset": list[int], "token_logprobs": list[float | None
 CompletionLogprobs = _struct("CompletionLogprobs", **_SCORED, top_logprobs=list[dict[str, float] | None])
 CompletionChoice = _struct("CompletionChoice", _MORE | _PROMPT, **_CHOICE, text=str, logprobs=CompletionLogprobs | None)
 Completion = _struct("Completion", {"usage": Usage}, **_HEAD, choices=[CompletionChoice])
+Generated = _struct("Generated", {"index": int}, text=str, output_ids=list[int], meta_info=Object)
 TopLogprob = _struct("TopLogprob", **_TOKEN)
 TokenLogprob = _struct("TokenLogprob", **_TOKEN, top_logprobs=[TopLogprob])
 ChatLogprobs = _struct("ChatLogprobs", content=[TokenLogprob])
