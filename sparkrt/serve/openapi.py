@@ -8,7 +8,6 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
             entry["description"] = about["description"]
         if body is not None:
             form = {"schema": schemas[body]} | ({"example": about["example"]} if "example" in about else {})
-            entry["requestBody"] = {"required": True, "content": {"application/json": form}}
+            entry["requestBody"] = {"required": True, "description": _others(body), "content": {"application/json": form}}
         if names := re.findall(r"{(\w+)", path):
             entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         if "query" in about:
@@ -54,12 +53,17 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
         entry["security"] = [] if path in OPEN_TO_ALL else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
-    groups = {"refused": p.REFUSED.values(), "ignored": p.WITHOUT_EFFECT.values()}
-    rules = {rule: ", ".join(f"`{name}`" for name in sorted({*chain(*found)})) for rule, found in groups.items()}
-    info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"].format_map(rules)}
+    info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"]}
     tags = [{"name": name, "description": text} for name, text in words["tags"].items()]
     parts = {"schemas": components | words["schemas"], "securitySchemes": _KEYS}
     return {"openapi": "3.1.0", "info": info, "tags": tags, "paths": paths, "components": parts}
+
+
+def _others(body: Any) -> str:
+    """What becomes of fields that a body's struct does not have."""
+    rules = {"Accepted, without effect": p.WITHOUT_EFFECT.get(body, ()), "Refused by name": p.REFUSED.get(body, ())}
+    said = [f"{rule}: {', '.join(f'`{name}`' for name in sorted(names))}." for rule, names in rules.items() if names]
+    return " ".join([*said, "Any other field is accepted and has no effect."])
 
 
 def _describe(schema: JSON, about: str | JSON) -> None:
