@@ -13,7 +13,7 @@ import numpy as np
 
 from sparkrt.errors import CapacityError, EngineFatal
 from sparkrt.runtime.array import DeviceArray
-from sparkrt.runtime.backend import GpuBackend, Stream
+from sparkrt.runtime.backend import DevicePtr, GpuBackend, Stream
 from sparkrt.runtime.dtypes import DType
 from sparkrt.runtime.owner import Owner
 
@@ -164,9 +164,23 @@ class PagedKvCache(Owner):
         """Copy one block, K and V in all layers, on the device."""
         g = self.groups[group]
         if g.layers:
-            base, pitch = self.k(g.layers[0]).ptr, (self.num_blocks + 1) * g.page_bytes
-            to, source = base.offset(dst * g.page_bytes), base.offset(src * g.page_bytes)
-            self.backend.copy_d2d_2d(to, pitch, source, pitch, g.page_bytes, 2 * len(g.layers), stream)
+            (to, pitch, size, rows), source = self._places(group, dst), self._places(group, src)[0]
+            self.backend.copy_d2d_2d(to, pitch, source, pitch, size, rows, stream)
+
+    def pack(self, group: int, block: int, dst: DevicePtr, stream: Stream) -> None:
+        """Gather a block, K and V in all layers, into `block_bytes` at `dst`; `unpack` brings it back from there."""
+        base, pitch, size, rows = self._places(group, block)
+        self.backend.copy_d2d_2d(dst, size, base, pitch, size, rows, stream)
+
+    def unpack(self, group: int, block: int, src: DevicePtr, stream: Stream) -> None:
+        base, pitch, size, rows = self._places(group, block)
+        self.backend.copy_d2d_2d(base, pitch, src, size, size, rows, stream)
+
+    def _places(self, group: int, block: int) -> tuple[DevicePtr, int, int, int]:
+        """Where a block begins, bytes from one of its pages to the next, bytes of a page, and how many pages."""
+        g = self.groups[group]
+        pitch = (self.num_blocks + 1) * g.page_bytes
+        return self.k(g.layers[0]).ptr.offset(block * g.page_bytes), pitch, g.page_bytes, 2 * len(g.layers)
 
     def check_integrity(self, tables: Iterable[BlockTable], cached: Iterable[int] = ()) -> None:
         """Raises EngineFatal unless free + owned = total in every group. `tables` are all; `cached` blocks are of the first."""

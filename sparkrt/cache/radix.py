@@ -8,7 +8,7 @@ pins can be evicted, leaves first, the least recently used first. A node may car
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
@@ -20,10 +20,10 @@ from sparkrt.errors import EngineFatal
 class Node:
     """A page in the tree. `depth` counts tokens up to its end; `state` is the snapshot's slot, if there is one."""
 
-    __slots__ = ("block", "children", "depth", "key", "parent", "pins", "state", "state_used", "used")
+    __slots__ = ("block", "children", "depth", "key", "name", "parent", "pins", "state", "state_used", "used")
 
-    def __init__(self, key: bytes, parent: Node | None, block: int, depth: int) -> None:
-        self.key, self.parent, self.block, self.depth = key, parent, block, depth
+    def __init__(self, key: bytes, parent: Node | None, block: int, depth: int, name: bytes = b"") -> None:
+        self.key, self.parent, self.block, self.depth, self.name = key, parent, block, depth, name
         self.children: dict[bytes, Node] = {}
         self.pins = self.used = self.state_used = 0
         self.state: int | None = None
@@ -34,6 +34,7 @@ class RadixTree:
 
     def __init__(self, pool: BlockPool, page_size: int) -> None:
         self.pool, self.page_size = pool, page_size
+        self.chain: Callable[[bytes, bytes], bytes] | None = None  # names a page after the one before it, if names are wanted
         self.pinned = self.unpinned = 0
         self._roots: dict[int, Node] = {}
         self._clock = 0
@@ -46,7 +47,7 @@ class RadixTree:
     def walk(self, ids: np.ndarray, root: int = 0) -> list[Node]:
         """The nodes of the longest run of full pages of `ids` (int32) that is in the tree, from the first. Changes nothing."""
         node, path = self._roots.get(root), list[Node]()
-        for key in self._keys(ids):
+        for key in self.keys(ids):
             node = node.children.get(key) if node is not None else None
             if node is None:
                 break
@@ -86,12 +87,13 @@ class RadixTree:
         """
         if path and path[-1].parent is None:
             return  # the tree was reset meanwhile
-        node = path[-1] if path else self._roots.setdefault(root, Node(b"", None, -1, 0))
+        node = path[-1] if path else self._roots.setdefault(root, Node(b"", None, -1, 0, self.root_name(root)))
         grown = list[Node]()
-        for at, key in enumerate(self._keys(ids, len(path)), len(path)):
+        for at, key in enumerate(self.keys(ids, len(path)), len(path)):
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = Node(key, node, blocks[at], node.depth + self.page_size)
+                name = self.chain(node.name, key) if self.chain is not None else b""
+                child = node.children[key] = Node(key, node, blocks[at], node.depth + self.page_size, name)
                 self.pool.incref(blocks[at])
                 self.unpinned += 1
             grown.append(child)
@@ -146,7 +148,12 @@ class RadixTree:
             if node.pins and node.parent is not None and node.parent.parent is not None and node.parent.pins < node.pins:
                 raise EngineFatal(f"prefix tree: the page at token {node.depth} is pinned more often than the one before it")
 
-    def _keys(self, ids: np.ndarray, first: int = 0) -> Iterator[bytes]:
+    def root_name(self, root: int) -> bytes:
+        """What names chain from."""
+        return b"" if self.chain is None else self.chain(b"", root.to_bytes(8, "little", signed=True))
+
+    def keys(self, ids: np.ndarray, first: int = 0) -> Iterator[bytes]:
+        """Full pages of tokens, from page `first` on."""
         size = self.page_size
         for at in range(first * size, len(ids) - size + 1, size):
             yield ids[at : at + size].tobytes()

@@ -118,6 +118,22 @@ class StatePool(Owner):
             for (to, pitch), (source, _), size in zip(self._slot(dst), self._slot(src), self._sizes, strict=True):
                 self.backend.copy_d2d_2d(to, pitch, source, pitch, size, self.plan.layers, stream)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the live state and the ring of one slot in all layers."""
+        return sum(self._sizes) * self.plan.layers
+
+    def pack(self, slot: int, dst: DevicePtr, stream: Stream) -> None:
+        """Gather a slot, states of all layers and then rings, into `slot_bytes` at `dst`; `unpack` brings it back from there."""
+        for (base, pitch), size in zip(self._slot(slot), self._sizes, strict=True):
+            self.backend.copy_d2d_2d(dst, size, base, pitch, size, self.plan.layers, stream)
+            dst = dst.offset(size * self.plan.layers)
+
+    def unpack(self, slot: int, src: DevicePtr, stream: Stream) -> None:
+        for (base, pitch), size in zip(self._slot(slot), self._sizes, strict=True):
+            self.backend.copy_d2d_2d(base, pitch, src, size, size, self.plan.layers, stream)
+            src = src.offset(size * self.plan.layers)
+
     def check_integrity(self, guards: Iterable[SlotGuard]) -> None:
         """Raises EngineFatal unless free + owned = total, `guards` being all that live."""
         owned, held = sorted(guard.index for guard in guards), sorted({*range(self.slots)} - {*self._free})

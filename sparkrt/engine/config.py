@@ -61,6 +61,9 @@ class EngineConfig:
     async_scheduling: bool | None = None  # launch a step before the last is read; None: on a GPU
     enable_prefix_caching: bool = True  # prompts that begin as earlier ones did, begin where those differ
     state_cache_slots: int | None = None  # snapshots of recurrent state that the prefix cache may keep
+    kv_offloading_size: float | None = None  # GiB of host memory for what the prefix cache evicts; None: none
+    kv_offloading_dir: str | None = None  # a folder for what is to outlive the process,
+    kv_offloading_disk_size: float | None = None  # and GiB that it may take
     scheduling_policy: str = "fcfs"  # or "priority": requests of a lower `priority` first, others give way
     max_num_queued_reqs: int | None = None  # that may wait, beyond those that run; None: any number
     request_timeout: float | None = None  # s from arrival to the last token; a request that takes longer ends with an error
@@ -79,6 +82,19 @@ class EngineConfig:
                     raise LoadError(f"{name} must be a positive number, got {value!r}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise LoadError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("kv_offloading_size", "kv_offloading_disk_size"):
+            if (size := getattr(self, name)) is not None and not (isinstance(size, (int, float)) and 0.0 <= size < 2**20):
+                raise LoadError(f"{name} must be a number of GiB, got {size!r}")
+            object.__setattr__(self, name, size or None)
+        for name, other in (
+            ("kv_offloading_dir", "kv_offloading_disk_size"),
+            ("kv_offloading_disk_size", "kv_offloading_dir"),
+            ("kv_offloading_dir", "kv_offloading_size"),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise LoadError(f"{name} needs {other}, too")
+        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
+            raise LoadError("kv_offloading_size has nothing to keep without enable_prefix_caching")
         if self.request_timeout is not None and not self.request_timeout > 0.0:
             raise LoadError(f"request_timeout must be a number of seconds above 0, got {self.request_timeout}")
         if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 0:

@@ -17,7 +17,7 @@ from sparkrt.engine.config import EngineConfig, Progress
 from sparkrt.engine.job import Job, Limits, Plan
 from sparkrt.engine.messages import LARGEST_STEP, EngineOutput, EngineRequest, EngineStats
 from sparkrt.engine.params import check_prompt_ids
-from sparkrt.engine.reuse import Reuse
+from sparkrt.engine.reuse import Reuse, offload_stats
 from sparkrt.engine.rows import logprob, sampler_params, targets
 from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
@@ -51,6 +51,7 @@ class EngineCore:
         self._requests: dict[str, Job] = {}
         self._deadlines: deque[Job] = deque()  # in order
         self._outbox: list[EngineOutput] = []
+        self._loading: list[Job] = []  # their blocks and slots are being filled with what was spilled
         self._in_flight: tuple[int, Plan] | None = None
         self._seeds = random.Random(config.seed)
         self._stats = EngineStats(total_blocks=model.num_blocks, total_slots=o.max_num_seqs)
@@ -110,7 +111,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._requests or self._outbox or self._in_flight) or (self._fatal is not None and not self._closed)
+        work = self._requests or self._outbox or self._in_flight or self.reuse.busy
+        return bool(work) or (self._fatal is not None and not self._closed)
 
     @property
     def stalled(self) -> bool:
@@ -131,7 +133,7 @@ class EngineCore:
             if self._in_flight is not None and self._in_flight[1].jobs[0].outbox is not outbox:
                 self.settle()  # at most one step runs ahead
             launched = self._launch(outbox)
-            self._resting = launched is None and self._in_flight is None
+            self._resting = launched is None and self._in_flight is None and not self._await_copies()
             if self.config.async_scheduling:  # from here until the next step, the host is one step behind
                 launched, self._in_flight = self._in_flight, launched
             if launched is not None:
@@ -151,6 +153,7 @@ class EngineCore:
     def _launch(self, outbox: list[EngineOutput]) -> tuple[int, Plan] | None:
         """Admit, plan and enqueue the next step. A failure ends the requests of that step and nothing else."""
         if outbox is self._outbox:
+            self._take_copies()
             self._make_room()
             self._admit()
         if not (plan := self.scheduler.plan(outbox)):
@@ -211,12 +214,34 @@ class EngineCore:
                 job.params = job.params or sampler_params(job.message, self._seeds)  # after a preemption, with the seed it had
                 self.reuse.begin(job, job.blocks)
                 job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted, job.match)
+                if self.reuse.restore(job):
+                    self.scheduler.loads(job)
+                    self._loading.append(job)
                 if job.guide is not None:
                     job.guide.stale = True  # its mask is the slot's
                 self._guide([job])
             except BaseException as error:
                 self._fail([job], error)
             self._recount()
+
+    def _take_copies(self) -> None:
+        """Those whose spilled pages and state are back can run."""
+        self.reuse.poll()
+        if self._loading:
+            there = [job for job in self._loading if self.reuse.restored(job)]
+            self._loading = [job for job in self._loading if job not in there]
+            for job in there:
+                if self.scheduler.loaded(job):
+                    self._release(job)
+                else:
+                    self.reuse.read(job)
+
+    def _await_copies(self) -> bool:
+        """Nothing can run. Whether that is because of copies or reads; then one of them has ended now."""
+        reading = any(job.fetch is not None and job.fetch.reads for job in self.scheduler.waiting)
+        if self._loading or reading or (self.reuse.busy and not self._requests):
+            self.reuse.wait()
+        return bool(self._loading or reading)
 
     def _recount(self) -> None:
         """Pages are shared: how many can be had is known to who holds them."""
@@ -294,11 +319,14 @@ class EngineCore:
         """After its last output, slot and blocks go back: now, or when the last step in flight is collected."""
         if job.outbox is self._outbox:
             del self._requests[job.request_id]
+        self.reuse.forget(job)
         if self.scheduler.finish(job):
             self._release(job)
 
     def _release(self, job: Job) -> None:
         self.reuse.end(job)
+        if not job.finished:
+            self.reuse.swap(job)
         if job.seq is not None:
             self.model.release(job.seq)
             job.seq = None
@@ -354,6 +382,7 @@ class EngineCore:
         if self._requests or self.scheduler.admitted:
             raise CapacityError("requests or decode loops are running")
         self.reset_prefix_cache()
+        self.reuse.flush()
         given, self._stats.asleep = self._sleeper.sleep(keep_weights=level == 1), level
         return given
 
@@ -362,6 +391,7 @@ class EngineCore:
         self._check_alive()
         if self._stats.asleep and self._sleeper is not None:
             self._sleeper.wake_up(progress)
+            self.reuse.woken(other_weights=self._stats.asleep == 2)
             self._stats.asleep = 0
 
     def settle(self) -> None:
@@ -405,6 +435,8 @@ class EngineCore:
         if (cache := self.reuse.cache) is not None:
             stats.prefix_cache_queries, stats.prefix_cache_hits = cache.stats.queries, cache.stats.hits
             stats.state_cache_slots, stats.free_state_cache_slots = cache.slots, cache.free_slots
+            if cache.spill is not None:
+                stats.offload = offload_stats(cache.spill, cache.stats.restored)
         stats.free_blocks, stats.free_slots = self.scheduler.free_blocks, self.scheduler.free_slots
         return stats
 
@@ -434,8 +466,12 @@ class EngineCore:
                 self.settle()
                 self.abort(list(self._requests))
                 self.close_loop(self.scheduler.admitted)
+                while self._loading:
+                    self.reuse.wait()
+                    self._take_copies()
                 if self.config.debug:
                     self.check_integrity()
+                self.reuse.save()
         finally:
             self._closed = True
             self._outbox.clear()

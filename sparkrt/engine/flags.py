@@ -76,6 +76,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "-tp", "--tp-size", metavar="N", help="1 is all there is yet")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="begin prompts where earlier ones end")
     add("--state-cache-slots", metavar="N", help="snapshots of recurrent state for that (default: half as many as sequences)")
+    add("--kv-offloading-size", type=number, metavar="GiB", help="host memory for what that evicts (default: none)")
+    add("--kv-offloading-dir", metavar="DIR", help="a folder for it, too: found again after a restart (default: none)")
+    add("--kv-offloading-disk-size", type=number, metavar="GiB", help="how much that folder may hold")
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, help="priority: requests of a lower `priority` first")
     add(
         "--max-num-queued-reqs",

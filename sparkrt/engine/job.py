@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparkrt.cache.prefix import Lease, Match
+from sparkrt.cache.spill import Hold
 from sparkrt.engine.messages import EngineOutput, EngineRequest, Logprob
 from sparkrt.model.batch import SamplerParams
 from sparkrt.model.sequence import SequenceState
@@ -48,6 +49,9 @@ class Job:
     lease: Lease | None = None  # what it uses of it,
     cached: int = 0  # how much of its tokens is in there,
     skipped: int | None = None  # and how much of it was when it began
+    fetch: Hold | None = None  # what it waits for that is read from disk, or waits for room with,
+    loading: int | None = None  # the ticket of what is brought back to its blocks and slot: it cannot run before,
+    swap: Hold | None = None  # and its own state, kept when it was preempted
     leader: tuple[Job, int] | None = None  # who is computing that many of its tokens: it waits for that
     seq: SequenceState | None = None  # while it has a slot
     request_id: str = field(init=False)

@@ -10,11 +10,13 @@ from threading import Thread
 from typing import Any
 
 from sparkrt.cache.paged import KvGroup
+from sparkrt.cache.shuttle import staging_bytes
 from sparkrt.cache.state import StateDims, StatePlan
 from sparkrt.engine.config import EngineConfig, Progress, load_text
 from sparkrt.engine.core import EngineCore
 from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
+from sparkrt.engine.offloading import spill_options
 from sparkrt.engine.params import SamplingParams
 from sparkrt.errors import LoadError, RequestError
 from sparkrt.model.build import build_model, reload_weights
@@ -78,12 +80,13 @@ def _build(
     ahead = device == "cuda" if asked.async_scheduling is None else asked.async_scheduling
     debug = debug_enabled() if asked.debug is None else asked.debug
     config = replace(asked, model=name, device=device, dtype=dtype, async_scheduling=ahead, debug=debug)
+    spill = spill_options(checkpoint, config, backend.properties.name)
     plan = plan_memory(model, config, backend.memory_info())
     sizes: dict[str, Any] = {"max_num_seqs": plan.slots, "max_num_batched_tokens": plan.tokens, "max_model_len": plan.length}
     config = replace(config, **sizes)
     sizes |= {"num_blocks": plan.num_blocks, "page_size": config.block_size, "valid_vocab": vocab}
     sizes |= {"prefix_caching": config.enable_prefix_caching, "state_snapshots": plan.snapshots}
-    sizes |= {"enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
+    sizes |= {"spill": spill, "enforce_eager": config.enforce_eager, "batch_invariant": config.batch_invariant}
     options = ModelOptions(**sizes, dtype=by_name(dtype))
     ends = sorted(i for i in eos if 0 <= i < vocab)  # others would be out of bounds in the sampler's lists
     shown = [i for i in tokenizer.special_ids if tokenizer.token_str(i) in MARKS]
@@ -196,6 +199,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
     step = _step_bytes(model, max(tokens, CHUNK) + 2 * slots, slots, dtype) + (slots + 1) * sampler
 
     group = KvGroup(model.attention_layers, dtype, model.attention.num_kv_heads, model.attention.head_dim, config.block_size)
+    if config.kv_offloading_size is not None:
+        step += staging_bytes(group.block_bytes, per_slot)
     if (blocks := config.num_gpu_blocks_override) is None:
         blocks = slots * group.blocks_for(length)  # more could never be used
         if (budget := config.kv_cache_memory_bytes) is None:

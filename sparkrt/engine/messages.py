@@ -59,6 +59,23 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     error: str | None = None
 
 
+class OffloadStats(msgspec.Struct, kw_only=True):
+    """What the prefix cache has in host memory and on disk, and what moved, since the start."""
+
+    host_bytes: int = 0
+    total_host_bytes: int = 0
+    disk_bytes: int = 0
+    total_disk_bytes: int = 0
+    hits: int = 0  # tokens of prompts that were restored
+    spilled_bytes: int = 0
+    restored_bytes: int = 0
+    loaded_bytes: int = 0  # from disk into host memory
+    swaps: int = 0  # preempted requests whose state was kept
+    lost: int = 0  # pages and states that there was no room for
+    corrupt_files: int = 0
+    disk_failures: int = 0
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """Gauges and counters of the engine. `host_seconds` are those of `step_seconds` in which it did not wait for a result."""
 
@@ -76,6 +93,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     free_state_cache_slots: int = 0
     prefix_cache_queries: int = 0  # tokens that were looked up in the prefix cache
     prefix_cache_hits: int = 0  # of these, tokens that were not computed again
+    offload: OffloadStats | None = None  # None: nothing is spilled
     preemptions: int = 0  # requests that had to give up their KV blocks and wait again
     step_seconds: float = 0.0
     host_seconds: float = 0.0

@@ -136,7 +136,7 @@ class Scheduler:
         plan.decode = [job for job in self._decoding if job.outbox is outbox]
         if short:
             plan.decode = [job for job in plan.decode if job not in short]
-        prompts = [job for job in self._prefilling if job.outbox is outbox]
+        prompts = [job for job in self._prefilling if job.outbox is outbox and job.loading is None]
         if not prompts:
             return plan
         budget, scored_rows = max(self.limits.budget - len(plan.decode), CHUNK), self.limits.scored_rows
@@ -186,12 +186,22 @@ class Scheduler:
             job.in_flight += 1
             job.prefilled = stop
             job.generated += sample
-            if stop == job.target:
-                del self._prefilling[job]
-                # Its first token is not read yet; the device feeds it to the decode row of the next step.
-                self._decoding[job] = None
-                if job.generated >= job.room:
-                    self._at_edge(job)
+            if stop == job.target:  # its first token is not read yet; the device feeds it to the decode row of the next step
+                self._begin_decoding(job)
+
+    def loads(self, job: Job) -> None:
+        """It was admitted, and what it needs is being copied to its blocks and slot: it keeps them until it is `loaded`."""
+        job.in_flight += 1
+
+    def loaded(self, job: Job) -> bool:
+        """The copies are done: it runs. True if it ended or was preempted meanwhile, and what it had is free now."""
+        job.in_flight -= 1
+        job.loading = None
+        if job.finished or job.preempted:
+            return self._released(job)
+        if job.prefilled == job.target:
+            self._begin_decoding(job)
+        return False
 
     def collected(self, plan: Plan) -> list[Job]:
         """The step was read. Returns the ended and preempted jobs that no step carries any more: what they had is free now."""
@@ -254,6 +264,12 @@ class Scheduler:
         job.reserved += beyond
         self._promised -= blocks - beyond
         job.room = min(job.max_tokens, job.blocks * self.limits.block_size - job.prompt + 1)
+
+    def _begin_decoding(self, job: Job) -> None:
+        del self._prefilling[job]
+        self._decoding[job] = None
+        if job.generated >= job.room:
+            self._at_edge(job)
 
     def _at_edge(self, job: Job) -> None:
         if job.generated == job.max_tokens:

@@ -9,7 +9,11 @@ from math import prod
 
 import numpy as np
 
+from sparkrt.cache.disk import DiskCache
 from sparkrt.cache.paged import KvGroup, PagedKvCache
+from sparkrt.cache.prefix import PrefixCache
+from sparkrt.cache.shuttle import Shuttle
+from sparkrt.cache.spill import Spill, SpillOptions
 from sparkrt.cache.state import StatePool
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.layers.attention import Attention
@@ -50,7 +54,9 @@ def build_model(
         dims, spare = _state_dims(config), options.state_snapshots
         states = StatePool(backend, config.gdn_layers, options.max_num_seqs, dims, options.dtype, spare=spare)
         undo.callback(states.close)
-        model = HybridModel(owner, weights, config, options, decoder, kv, states)
+        prefix = open_prefix_cache(kv, states, options) if options.prefix_caching else None
+        undo.callback(prefix.end if prefix is not None else lambda: None)
+        model = HybridModel(owner, weights, config, options, decoder, kv, states, prefix)
         undo.pop_all()
         undo.callback(model.close)
         model.capture_graphs(partial(report, "graphs"))
@@ -75,6 +81,25 @@ def _state_dims(config: ModelConfig) -> tuple[int, int, int, int]:
     """(value heads, DV, DK, conv channels) of a slot; zeros where there is no recurrent layer."""
     g = config.gdn
     return (g.num_v_heads, g.v_dim, g.k_dim, g.conv_channels) if g is not None else (0, 0, 0, 0)
+
+
+def open_prefix_cache(kv: PagedKvCache, states: StatePool, options: ModelOptions) -> PrefixCache:
+    """Over the one group that there is. Aux state of layers is not kept by it, so they must have none."""
+    spill = None if options.spill is None else _open_spill(kv, states, options.spill)
+    spare, recurrent = range(*states.spare_rows), states.plan.layers > 0
+    return PrefixCache(kv.pools[0], options.page_size, spare if recurrent else (), recurrent, spill)
+
+
+def _open_spill(kv: PagedKvCache, states: StatePool, options: SpillOptions) -> Spill:
+    """Host memory for what the prefix cache evicts, and the disk behind it. Raises LoadError for the folder."""
+    disk = None if options.folder is None else DiskCache(options.folder, options.disk_bytes)
+    try:
+        shuttle = Shuttle(kv.backend, kv, states, options.host_bytes, kv.backend.default_stream)
+        return Spill(shuttle, options.model, options.costs, disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
 
 
 class _Builder:

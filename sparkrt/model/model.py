@@ -19,6 +19,7 @@ import numpy as np
 
 from sparkrt.cache.paged import PagedKvCache
 from sparkrt.cache.prefix import Match, PrefixCache
+from sparkrt.cache.spill import SpillOptions
 from sparkrt.cache.state import StatePool
 from sparkrt.errors import CapacityError, SparkrtError
 from sparkrt.model.batch import ForwardBatch, MixedBatchResult, SamplerParams
@@ -61,6 +62,7 @@ class ModelOptions:
     prompt_logit_rows: int = 64
     prefix_caching: bool = False
     state_snapshots: int = 0  # spare slots of the state pool
+    spill: SpillOptions | None = None  # where the prefix cache puts what it evicts
 
     @property
     def max_rows(self) -> int:
@@ -141,8 +143,9 @@ class HybridModel:
         decoder: Decoder,
         kv: PagedKvCache,
         states: StatePool,
+        prefix: PrefixCache | None = None,
     ) -> None:
-        """Takes over `owner`, of all that a step needs, `weights`, `kv` and `states`: `close` ends them."""
+        """Takes over `owner`, of all that a step needs, `weights`, `kv`, `states` and `prefix`: `close` ends them."""
         self.config = config
         self.options = options
         self.kv = kv
@@ -159,7 +162,7 @@ class HybridModel:
         limits = PlanLimits(o.max_rows, o.max_tokens, o.logit_rows, o.max_rows * _LIST_ELEMENTS, o.state_snapshots)
         self._plan = StepPlan(owner, limits)
         self._planner = Planner(self._table, o.page_size, states.spare_rows[0])
-        self.prefix = self._prefix_cache() if o.prefix_caching else None
+        self.prefix, self._feed = prefix, owner.pinned(slots, "feed")
         self._results = ResultBuffers(owner, ResultLayout(o.max_rows, o.logit_rows, o.max_logprobs))
         self._sampler = self._sampler_state(slots)
         words = self._sampler.allowed.shape[1]
@@ -212,7 +215,8 @@ class HybridModel:
         """A sequence with a slot and pages for `total_tokens`. Raises CapacityError, changing nothing, when either is short.
 
         One that goes on after the last `generated` tokens of its `history` draws and is penalized as if it had never paused.
-        With a `match` of the history it shares those pages and stands behind token `match.resume`, its state restored.
+        With a `match` of the history it shares those pages and stands behind token `match.resume`, its state restored (what is
+        spilled of that, by the caller). Behind all of its history but one token it goes on by a decode step.
         """
         if total_tokens > self.options.max_model_len:
             raise CapacityError(f"{total_tokens} tokens exceed the model length {self.options.max_model_len}")
@@ -234,6 +238,9 @@ class HybridModel:
                 self._count(seq, history)
             if match is not None and match.state is not None:
                 self.states.copy_slot(match.state, seq.slot, self._ctx.stream)
+            if generated and resume == len(history) - 1:  # it may decode at once
+                at, self._feed[seq.slot] = slice(seq.slot, seq.slot + 1), history[-1]
+                self._backend.copy_h2d(self._sampler.feed.rows(at.start, at.stop).ptr, self._feed[at], self._ctx.stream)
         except BaseException:
             self.release(seq)
             raise
@@ -309,11 +316,6 @@ class HybridModel:
         self._table.length[seq.slot] = snapshot.length
         for layer, part in zip(self._decoder.layers, snapshot.aux, strict=True):
             layer.restore_aux(seq, part)
-
-    def _prefix_cache(self) -> PrefixCache:
-        """Over the one group that there is; aux state of layers is not kept by it, so they must have none."""
-        spare, recurrent = range(*self.states.spare_rows), bool(self.config.gdn_layers)
-        return PrefixCache(self.kv.pools[0], self.options.page_size, spare if recurrent else (), recurrent)
 
     def release(self, seq: SequenceState) -> None:
         """Give back pages and slot; once, whatever is still in flight (a later owner's work follows it in stream order)."""
@@ -491,8 +493,8 @@ class HybridModel:
     def close(self) -> None:
         """Free everything the model holds. Sequences must have been released."""
         self._backend.synchronize()
+        if self.prefix is not None:
+            self.prefix.end()
         self._graphs.close(self._ctx)
-        self._owner.close()
-        self.weights.close()
-        self.kv.close()
-        self.states.close()
+        for part in (self._owner, self.weights, self.kv, self.states):
+            part.close()

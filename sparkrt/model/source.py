@@ -75,6 +75,10 @@ class WeightSource(Protocol):
         """The tensor or its `rows` along axis 0 (step 1), in float32, float16 or bfloat16; no copy where the file allows it."""
         ...
 
+    def identity(self) -> object:
+        """Something whose `repr` tells these weights from others, without reading them all."""
+        ...
+
     def close(self) -> None:
         """Let go of the files. Arrays handed out stay valid."""
         return
@@ -122,6 +126,14 @@ class CheckpointSource(WeightSource):
                 part[...] = store.read(recipe.names[i], rows)
         return out
 
+    def identity(self) -> object:
+        """Of every file its name, size and time, of every tensor what the header says, and of some their first bytes."""
+        stored = sorted(self._store.tensors.values(), key=lambda tensor: tensor.name)
+        files = sorted({tensor.file for tensor in stored})
+        known = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+        some = stored[:: max(len(stored) // 64, 1)]  # each is a read from somewhere else on the disk
+        return known, [(t.name, t.kind, t.shape) for t in stored], [t.data[:64].tobytes() for t in some]
+
     def close(self) -> None:
         self._store.tensors.clear()
 
@@ -152,6 +164,9 @@ class DummySource(WeightSource):
         else:
             values = np.full(shape, -1, self._dtype) if kind == "dt_bias" else self._window(name, shape)
         return values[rows or slice(None)]
+
+    def identity(self) -> object:
+        return "dummy", self._seed, str(self._dtype)
 
     def _window(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A view of the pool of this shape: contiguous where it fits, with rows (and experts) overlapping where it does not."""

@@ -39,6 +39,7 @@ from sparkrt.runtime.virtual import VirtualMemory
 
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
+_MAX_PITCH = 2**31 - 1  # bytes
 _COPIES = ("HostToDevice", "DeviceToHost", "DeviceToDevice")
 _CAPTURE = range(900, 909)  # cudaErrorStreamCaptureUnsupported … cudaErrorStreamCaptureWrongThread
 
@@ -202,6 +203,12 @@ class CudaBackend:
     ) -> None:
         if width > min(dst_pitch, src_pitch) or min(width, rows) < 0:
             raise ValueError(f"copy_d2d_2d: {rows} rows of {width} bytes with pitches {dst_pitch} and {src_pitch}")
+        if (
+            max(dst_pitch, src_pitch) > _MAX_PITCH
+        ):  # the pages of a block in a large cache lie farther apart than CUDA's copy can go
+            for row in range(rows):
+                self.copy_d2d(dst.offset(row * dst_pitch), src.offset(row * src_pitch), width, stream)
+            return
         shape = dst.address, dst_pitch, src.address, src_pitch, width, rows
         self._copy("copy_d2d_2d", stream, self._rt.cudaMemcpy2DAsync, *shape, self._d2d)
 

@@ -50,11 +50,16 @@ class Owner:
         self.backend.memset(array.ptr, 0, array.nbytes)
         return array
 
+    def host(self, nbytes: int, label: str) -> np.ndarray:
+        """uint8 [nbytes] of pinned host memory, contents undefined."""
+        ptr = self.backend.alloc_pinned(nbytes, label)
+        self._undo.append(lambda: self.backend.free_pinned(ptr))
+        view: np.ndarray = self.backend.pinned_view(ptr, nbytes)
+        return view
+
     def pinned(self, words: int, label: str) -> np.ndarray:
         """`words` zeroed int32 of pinned host memory."""
-        ptr = self.backend.alloc_pinned(words * 4, label)
-        self._undo.append(lambda: self.backend.free_pinned(ptr))
-        view: np.ndarray = self.backend.pinned_view(ptr, words * 4).view(np.int32)
+        view = self.host(words * 4, label).view(np.int32)
         view[:] = 0
         return view
 

@@ -35,7 +35,7 @@ WITHOUT_EFFECT: dict[str, tuple[Nargs, str]] = {
     "--enable-expert-parallel": (0, "one device has all experts"),
     "--language-model-only": (0, "text is all there is"),
     "--limit-mm-per-prompt": (1, "text is all there is"),
-    "--swap-space": (1, "nothing is swapped"),
+    "--swap-space": (1, "requests that have to wait are swapped to the memory of --kv-offloading-size"),
 }
 
 _SPECULATION, _ADAPTERS, _ONE = "there is no speculation yet", "there are no adapters yet", "one device is all there is yet"
@@ -53,7 +53,6 @@ REFUSED: dict[tuple[str, ...], tuple[Nargs, tuple[str, ...], str]] = {
     ("--max-lora-rank",): (1, (), _ADAPTERS),
     ("--pipeline-parallel-size", "-pp", "--pp-size"): (1, ("1",), _ONE),
     ("--data-parallel-size", "-dp", "--dp-size"): (1, ("1",), _ONE),
-    ("--kv-offloading-size",): (1, ("0",), "KV stays on the device"),
     ("--cpu-offload-gb",): (1, ("0",), "weights stay on the device"),
     ("--max-num-queued-tokens",): (1, (), "the queue is limited by --max-num-queued-reqs"),
     ("--no-enable-chunked-prefill",): (0, (), "prompts are always prefilled in chunks"),

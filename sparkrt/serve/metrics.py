@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sparkrt.engine.messages import LARGEST_STEP, EngineStats, ModelInfo
+from sparkrt.engine.messages import LARGEST_STEP, EngineStats, ModelInfo, OffloadStats
 
 LABELS = ("model_name", "engine")
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -105,6 +105,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         s = self._stats()
+        offload = s.offload or OffloadStats()
         for name, value, text in (
             ("num_requests_running", s.running, "Sequences that hold a slot."),
             ("num_requests_waiting", s.waiting, "Sequences that wait for one."),
@@ -115,12 +116,22 @@ class _Engine(Collector):
                 1 - s.free_state_cache_slots / max(s.state_cache_slots, 1),
                 "Share of the snapshots of recurrent state that are taken, 0 to 1.",
             ),
+            ("kv_offload_host_bytes", offload.host_bytes, "Host memory that holds what the prefix cache evicted."),
+            ("kv_offload_disk_bytes", offload.disk_bytes, "Disk that holds such."),
             ("engine_sleep_state", s.asleep, "The level of the model's sleep; 0: awake."),
         ):
             gauge = GaugeMetricFamily(f"sparkrt:{name}", text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, total, text in (
+            ("external_prefix_cache_hits", offload.hits, "Tokens of prompts that came from host memory or disk."),
+            ("kv_offload_spilled_bytes", offload.spilled_bytes, "Copied from the device to host memory."),
+            ("kv_offload_restored_bytes", offload.restored_bytes, "Copied back."),
+            ("kv_offload_loaded_bytes", offload.loaded_bytes, "Read from disk."),
+            ("kv_offload_lost", offload.lost, "Pages and states that there was no room for."),
+            ("kv_offload_corrupt_files", offload.corrupt_files, "Files that were not what was written, and removed."),
+            ("kv_offload_disk_failures", offload.disk_failures, "Files that could not be written."),
+            ("num_swaps", offload.swaps, "Preempted requests whose state was kept in host memory."),
             ("prompt_tokens", s.prompt_tokens, "Tokens of prompts, cached ones included."),
             ("generation_tokens", s.generation_tokens, "Tokens that were sampled."),
             ("num_preemptions", s.preemptions, "Requests that had to give up their KV blocks and wait again."),

@@ -15,6 +15,7 @@ import numpy as np
 
 from sparkrt.cache.paged import BlockPool
 from sparkrt.cache.prefix import Match, PrefixCache
+from sparkrt.cache.spill import Spill
 from sparkrt.engine.config import EngineConfig
 from sparkrt.engine.job import CHUNK
 from sparkrt.engine.messages import ModelInfo
@@ -24,6 +25,7 @@ from sparkrt.runtime.backend import OutOfMemory
 
 VOCAB = 1000
 EOS = 7
+NOT_THERE = -1  # the state of a slot that is still to be restored
 _PRIME = 2**61 - 1
 
 
@@ -56,6 +58,7 @@ class FakeSequence:
     resumed: int = 0  # tokens generated before a preemption
     state: int = field(default_factory=lambda: hashed([]))
     fed: int = -1  # the token the next decode row reads
+    history: list[int] = field(default_factory=list)  # what is to be in its pages
     released: bool = False
 
 
@@ -71,6 +74,7 @@ class FakeModel:
         vocab: int = VOCAB,
         snapshots: int | None = None,  # None: no prefix cache
         recurrent: bool = True,
+        spill: Callable[[FakeModel], Spill] | None = None,
     ) -> None:
         self.options: Any = SimpleNamespace(
             max_num_seqs=slots,
@@ -85,8 +89,10 @@ class FakeModel:
         self.num_blocks = blocks
         self.pool = BlockPool(blocks)
         self.prefix: PrefixCache | None = None
+        self.recurrent, self.live = recurrent, dict[int, FakeSequence]()
+        self.spill = None if spill is None else spill(self)
         if snapshots is not None:
-            self.prefix = PrefixCache(self.pool, block_size, range(100, 100 + snapshots * recurrent), recurrent)
+            self.prefix = PrefixCache(self.pool, block_size, range(100, 100 + snapshots * recurrent), recurrent, self.spill)
         self.kv: dict[int, list[int]] = {}  # the tokens whose keys and values a block holds
         self.states: dict[int, tuple[int, int]] = {}  # snapshots: length, state
         self.computed = 0  # prompt tokens
@@ -126,6 +132,7 @@ class FakeModel:
         assert not self._in_use(slot), "a slot changed hands while a step reads it"
         seq = FakeSequence(slot, SimpleNamespace(blocks=blocks + fresh), params, total_tokens, len(blocks))
         seq.generated = seq.resumed = generated
+        seq.history, self.live[slot] = tokens, seq
         if match is not None:
             cached = [token for block in blocks for token in self.kv[block]]
             assert cached == tokens[: len(cached)], "other tokens than those that were cached"
@@ -134,7 +141,10 @@ class FakeModel:
             if match.state is not None:
                 length, seq.state = self.states[match.state]
                 assert length == match.resume, "a state of another place"
-            seq.state = seq.state if self.prefix is not None and self.prefix.recurrent else hashed(tokens[: match.resume])
+            elif match.resume:
+                seq.state = NOT_THERE if self.recurrent else hashed(tokens[: match.resume])
+            if generated and match.resume == len(tokens) - 1:
+                seq.fed = tokens[-1]
         return seq
 
     def grow(self, seq: FakeSequence, total_tokens: int) -> None:
@@ -175,7 +185,7 @@ class FakeModel:
         prompt_logprobs: list[list[TokenLogprobs]] = []
         scored = 0
         for seq in batch.decode:
-            assert seq.generated > seq.resumed, "decode before the prompt is done"
+            assert seq.generated > seq.resumed or seq.fed >= 0, "decode before the prompt is done"
             self._advance(seq, [seq.fed])
             self._sample(seq, tokens, logprobs)
         for part in batch.prefill:
@@ -226,9 +236,11 @@ class FakeModel:
         self.pool.check_integrity([*(block for s in owned for block in s.blocks.blocks), *cached])
 
     def close(self) -> None:
-        pass
+        if self.spill is not None:
+            self.spill.close()
 
     def _advance(self, seq: FakeSequence, tokens: list[int]) -> None:
+        assert seq.state != NOT_THERE, "it runs before its state is there"
         for token in tokens:
             assert 0 <= token < self.vocab
             at, offset = divmod(seq.length, self.options.page_size)
