@@ -226,7 +226,9 @@ int run_tensor(const Problem<T>& p, DType type, bool invariant, cudaStream_t str
             cublaslt_linear(p.out, p.wide ? DType::f32 : type, p.x, p.w, p.bias, type, p.rows, p.n, p.k, p.add, stream);
         if (status != kUnsupported) return status;
     }
-    if (p.rows <= kTileRows) return launch_tile<Tile<T, 64, 64, 32, 32, 4>>(p, gpu, stream);
+    // the small tile also where large ones leave multiprocessors idle: a router's 257 columns of 4096 rows are 96 of them
+    const int64_t large = static_cast<int64_t>((p.rows + 127) / 128) * ((p.n + 127) / 128);
+    if (p.rows <= kTileRows || large < gpu.multiprocessors) return launch_tile<Tile<T, 64, 64, 32, 32, 4>>(p, gpu, stream);
     return launch_tile<Tile<T, 128, 128, 64, 32, 3>>(p, gpu, stream);
 }
 
