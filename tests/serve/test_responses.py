@@ -304,6 +304,9 @@ def test_answers_that_are_cut(teller: OpenAI) -> None:
         assert {item.status for item in response.output[:-1]} <= {"completed"}
         on = teller.responses.create(model=MODEL, input="⟪Yes.⟫", previous_response_id=response.id, tools=TOOLS)
         assert on.output_text == "Yes."
+    stopped = ask(teller, input=f"⟪{ALL}⟫", tools=TOOLS, extra_body={"stop": "你"})  # in the middle of an argument
+    assert shape(stopped)[-1] == ("function_call", '{"n": 5, "s": "It\'s ', "incomplete")
+    assert stopped.status == "completed"
     nothing = ask(teller, input="⟪⟫")
     assert shape(nothing) == [("message", "", "completed")]
 
@@ -348,6 +351,23 @@ def test_going_away(tiny: Server) -> None:
                     pass
         tiny.wait_idle()
     tiny.check_alive()
+
+
+def test_ended_from_outside(tiny: Server, client: OpenAI) -> None:
+    """The id is known before there is a token, and what was said until the end is kept."""
+    events: Any = client.responses.create(model=MODEL, input="Tell me a story.", stream=True, extra_body={"ignore_eos": True})
+    first = next(events)
+    assert first.type == "response.created"
+    next(event for event in events if event.type == "response.output_item.added")
+    assert tiny.post("/abort_request", {"rid": first.response.id}) == {"aborted": 1}
+    *_, last = events
+    assert (last.type, last.response.status, last.response.incomplete_details.reason) == (
+        "response.incomplete",
+        "incomplete",
+        "abort",
+    )
+    assert client.responses.retrieve(first.response.id).output_text == last.response.output_text
+    tiny.wait_idle()
 
 
 def test_faults_of_the_engine(fake: Server) -> None:

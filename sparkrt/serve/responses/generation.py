@@ -15,7 +15,9 @@ from sparkrt.serve.generation import Piece
 from sparkrt.serve.http import describe, encode
 from sparkrt.serve.responses.items import PREFIXES, Item
 
+_ENDS = ("stop", "tool_calls")  # of an answer that is complete
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the one part of such an item; a call has arguments instead
+_EMPTY: dict[str, Item] = {"reasoning": {"summary": [], "content": []}, "message": {"role": "assistant", "content": []}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,7 @@ class ResponsesGeneration(ChatGeneration):
 
     async def closing(self) -> list[Any]:
         """The response is kept before anybody hears that it is complete."""
-        complete = self._reason in ("stop", "tool_calls")
-        response = self._response("completed" if complete else "incomplete")
+        response = self._response("completed" if self._reason in _ENDS else "incomplete")
         if self._store:
             for index, item in enumerate(self._asked.given):
                 item.setdefault("id", self._id(item["type"], f"in{index}"))
@@ -99,8 +100,9 @@ class ResponsesGeneration(ChatGeneration):
         if reason is not None:
             self._reason = reason
             if not self._open.head and not self._output:
-                events += self._begin("message", role="assistant", content=[])
-            events += self._end("completed" if reason in ("stop", "tool_calls") else "incomplete")
+                events += self._begin("message", **_EMPTY["message"])
+            cut = reason not in _ENDS or self._parsers[0].in_call  # by a stop string, too
+            events += self._end("incomplete" if cut else "completed")
         return events
 
     def _score(self, piece: Piece) -> None:
@@ -109,23 +111,19 @@ class ResponsesGeneration(ChatGeneration):
             return
         thought = self._thoughts[0].count(piece.prompt.outputs[0].token_ids)
         rows = chat_logprobs(piece, self.body.top_logprobs or 0, self.tokenizer).content
-        if piece.finish_reason in ("stop", "tool_calls") and not isinstance(piece.stop_reason, str):
+        if piece.finish_reason in _ENDS and not isinstance(piece.stop_reason, str):
             rows = rows[:-1]
         self._scored += rows[max(0, thought - self._tokens) :]
         self._tokens += len(piece.token_ids)
 
     def _grow(self, kind: str, text: str) -> list[Any]:
         """The open item gains `text`; a new one, if it is of another kind."""
-        events, more = list[Any](), dict[str, Any]()
-        if self._open.head.get("type") != kind:
-            more = {"role": "assistant"} if kind == "message" else {"summary": []}
-            events, more = self._begin(kind, **more, content=[]), {}
+        events = [] if self._open.head.get("type") == kind else self._begin(kind, **_EMPTY[kind])
+        more: dict[str, Any] = {"content_index": 0} if kind in _TEXTS else {}
         self._open.texts.append(text)
         if kind == "message":
             more["logprobs"], self._scored = self._scored, []
             self._open.logprobs += more["logprobs"]
-        if kind in _TEXTS:
-            more["content_index"] = 0
         return [*events, self._of_item(f"{_TEXTS.get(kind, 'function_call_arguments')}.delta", delta=text, **more)]
 
     def _begin(self, kind: str, **more: Any) -> list[Any]:
