@@ -49,9 +49,17 @@ def _route(route: str, about: JSON, schemas: JSON) -> list[str]:
     lines += _properties({"properties": {part["name"]: {**part["schema"], "description": part["description"]} for part in asked}})
     lines += ["| status | |", "| --- | --- |"]
     for status, response in about["responses"].items():
-        kinds = (media["schema"] for kind, media in response["content"].items() if kind != "text/event-stream")
-        lines.append(f"| {status} | {_type(next(kinds))}: {response['description']} |")
+        media = dict(response["content"])
+        events = media.pop("text/event-stream", None)
+        told = f"{_type(next(iter(media.values()))['schema'])}: {response['description']}"
+        lines.append(f"| {status} | {told}{_events(events['schema']) if events else ''} |")
     return [*lines, ""]
+
+
+def _events(schema: JSON) -> str:
+    names = schema["properties"].get("event", {}).get("enum")
+    said = "of the same shape, then `[DONE]`" if names is None else " ".join(f"`{name}`" for name in names)
+    return f" With `stream`, events: {said}."
 
 
 def _properties(schema: JSON, required_first: bool = False) -> list[str]:

@@ -91,7 +91,11 @@ def _responses(path: str, row: tuple[Any, Any], schemas: JSON, texts: JSON, abou
         {"application/json": {"schema": told}},
     )
     asked = () if body is None else body.__struct_fields__
-    streamed = {"text/event-stream": {"schema": _event(schemas[answer], told, about.get("events"))}} if "stream" in asked else {}
+    streamed = (
+        {"text/event-stream": {"schema": _event(schemas[answer], told, about.get("events"))}}
+        if "stream" in asked and about.get("events") != []
+        else {}
+    )
     statuses: JSON = {"200": {"description": "The answer.", "content": right | streamed}}
     if "statuses" in about:
         statuses |= {status: {"description": text, "content": right} for status, text in about["statuses"].items()}
