@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,10 +21,34 @@ from sparkrt.errors import SparkrtError
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def latency(args: argparse.Namespace, config: EngineConfig) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What both commands ask of answers, and where the result goes."""
+
+    n: int = 1
+    disable_detokenize: bool = False
+    output_json: str | None = None
+    disable_tqdm: bool = False
+
+    def params(self, tokens: int) -> SamplingParams:
+        return SamplingParams(n=self.n, ignore_eos=True, max_tokens=tokens, detokenize=not self.disable_detokenize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(Answers):
+    """What `sparkrt bench latency` was asked to time. Lengths are tokens."""
+
+    input_len: int = 32
+    output_len: int = 128
+    batch_size: int = 8
+    num_iters_warmup: int = 10
+    num_iters: int = 30
+
+
+def latency(args: Batch, config: EngineConfig) -> int:
     """How long one batch takes from its prompts to its last token, again and again."""
     rng = random.Random(config.seed)
-    params = SamplingParams(n=args.n, ignore_eos=True, max_tokens=args.output_len, detokenize=not args.disable_detokenize)
+    params = args.params(args.output_len)
     with _open(config) as llm:
         words = range(llm.info.vocab_size)
         batch = [rng.choices(words, k=args.input_len) for _ in range(args.batch_size)]
@@ -46,15 +69,12 @@ def latency(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
-def throughput(args: argparse.Namespace, config: EngineConfig, dataset: Dataset) -> int:
+def throughput(args: Answers, config: EngineConfig, dataset: Dataset) -> int:
     """How long all of a dataset takes, handed in at once."""
     with _open(config) as llm:
         samples = dataset.samples(llm.tokenizer)
         prompts = [sample.prompt for sample in samples]
-        params = [
-            SamplingParams(n=args.n, ignore_eos=True, max_tokens=sample.output_len, detokenize=not args.disable_detokenize)
-            for sample in samples
-        ]
+        params = [args.params(sample.output_len) for sample in samples]
         began = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
         elapsed = perf_counter() - began

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import sys
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
@@ -22,20 +22,60 @@ from sparkrt.bench.report import DETAILS, block, figures, spread
 from sparkrt.errors import SparkrtError
 from sparkrt.limits import raise_file_limit
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+INFINITE = float("inf")  # requests a second: all at once
 SHOWN = 10  # errors
 
 
-def serve(args: argparse.Namespace, dataset: Dataset) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What `sparkrt bench serve` was asked to do, under the names of its options."""
+
+    dataset: Dataset
+    backend: str = "openai"
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    endpoint: str | None = None  # None: the backend's
+    allow_remote: bool = False
+    header: list[tuple[str, str]] = field(default_factory=list)
+    model: str | None = None  # None: the first that the server lists
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    skip_chat_template: bool = False
+    ready_check_timeout_sec: float = 0.0
+    request_rate: float = INFINITE  # a second
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    sampling: dict[str, float] = field(default_factory=dict)  # temperature, top_p and so on
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    request_id_prefix: str = "bench-"
+    percentile_metrics: list[str] = field(default_factory=lambda: ["ttft", "tpot", "itl"])
+    metric_percentiles: list[float] = field(default_factory=lambda: [99.0])
+    goodput: list[tuple[str, float]] = field(default_factory=list)
+    save_result: bool = False
+    save_detailed: bool = False
+    append_result: bool = False
+    result_dir: str | None = None
+    result_filename: str | None = None
+    label: str | None = None
+    metadata: list[tuple[str, str]] = field(default_factory=list)
+    disable_tqdm: bool = False
+
+
+def serve(args: Load) -> int:
     """Prints the result block; 1 if no request was answered. SparkrtError for what stands in the way of a load."""
     import uvloop
 
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(args, dataset))
+        return runner.run(_serve(args))
 
 
-async def _serve(args: argparse.Namespace, dataset: Dataset) -> int:
+async def _serve(args: Load) -> int:
+    dataset = args.dataset
     host = f"[{args.host}]" if ":" in args.host else args.host
     headers = dict(args.header)
     if "OPENAI_API_KEY" in os.environ:  # where clients of this API keep it
@@ -48,7 +88,7 @@ async def _serve(args: argparse.Namespace, dataset: Dataset) -> int:
     chat = args.backend == "openai-chat"
     wraps = template if dataset.name == "custom" and not (chat or args.skip_chat_template) else None
     samples = dataset.samples(tokenizer, wraps, text=chat)
-    more: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    more: dict[str, Any] = dict(args.sampling)
     if args.ignore_eos or dataset.name == "random":  # as long as asked for, whatever is said
         more["ignore_eos"] = True
     if args.logprobs is not None:
@@ -58,16 +98,17 @@ async def _serve(args: argparse.Namespace, dataset: Dataset) -> int:
     load: dict[str, Any] = {"endpoint": endpoint, "max_concurrency": args.max_concurrency, "prefix": args.request_id_prefix}
     if args.num_warmups:
         warm = [requests[0]] * args.num_warmups
-        await run(client, times=arrivals(len(warm), float("inf"), 1.0, 0), requests=warm, **load)
+        await run(client, times=arrivals(len(warm), INFINITE, 1.0, 0), requests=warm, **load)
     with bar(len(requests), "requests", shown=not args.disable_tqdm) as done:
-        times = arrivals(len(requests), args.request_rate, args.burstiness, args.seed)
+        times = arrivals(len(requests), args.request_rate, args.burstiness, dataset.seed)
         outcomes, duration = await run(client, times=times, requests=requests, on_done=lambda _: done(), **load)
     client.close()
 
     now, metrics, percentiles = datetime.now().strftime("%Y%m%d-%H%M%S"), args.percentile_metrics, args.metric_percentiles
-    result = {"date": now, "endpoint_type": args.backend, "backend": args.backend, "label": args.label, "model_id": model}
+    result: dict[str, Any] = {"date": now, "endpoint_type": args.backend, "backend": args.backend, "label": args.label}
+    result |= {"model_id": model}
     result |= {"tokenizer_id": args.tokenizer or args.model or root, "num_prompts": len(requests), **dict(args.metadata)}
-    result |= {"request_rate": "inf" if args.request_rate == float("inf") else args.request_rate}
+    result |= {"request_rate": "inf" if args.request_rate == INFINITE else args.request_rate}
     result |= {"burstiness": args.burstiness, "max_concurrency": args.max_concurrency}
     result |= figures(outcomes, duration, dict(args.goodput)) | spread(outcomes, metrics, percentiles)
     errors = [outcome.error for outcome in outcomes if outcome.error]
