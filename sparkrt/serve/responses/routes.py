@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 from starlette.requests import Request
@@ -118,16 +118,16 @@ def _gather(store: ResponseStore, body: Any) -> Asked:
             message, code = f"Previous response with id '{previous}' not found.", "previous_response_not_found"
             raise RequestError(message, param="previous_response_id", code=code)
         history = found[0] + found[1]
-    given = read_items(body.input, partial(_recall, store))
+    given = read_items(body.input, partial(_recall, cache(store.items)))
     check_outputs(history, given)
     return Asked(body, given, history)
 
 
-def _recall(store: ResponseStore, item_id: str) -> Item | None:
-    """An item of a stored response, whose id is part of its own."""
+def _recall(items: Callable[[str], tuple[list[Item], list[Item]] | None], item_id: str) -> Item | None:
+    """An item of a stored response, whose id is part of its own. Clients may refer to every item of a long conversation."""
     owner = re.fullmatch(r"[a-z]+_([0-9a-f]{32})_\w+", item_id)
-    found = store.items(f"{ResponsesGeneration.kind}{owner[1]}") if owner else None
-    return next((item for items in found or () for item in items if item["id"] == item_id), None)
+    found = items(f"{ResponsesGeneration.kind}{owner[1]}") if owner else None
+    return next((item for part in found or () for item in part if item["id"] == item_id), None)
 
 
 def _chat_body(asked: Asked, context: int) -> Any:
