@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 _MIN_TEMPERATURE = 1e-5  # below it a draw is the argmax anyway, and logits / temperature would overflow float32
 _MAX_STOPS, _MAX_STOP_LENGTH = 32, 1024  # strings, characters
 _MAX_LIST = 1024  # of stop_token_ids, logit_bias
+_MAX_ALLOWED = 2**20  # of allowed_token_ids: more than there are in any vocabulary
 MAX_INT = 2**31 - 1
 
 
@@ -81,7 +82,7 @@ class SamplingParams:
         if self.structured_outputs is not None:
             body_of(self.structured_outputs, "structured_outputs")
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, MAX_INT)
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED)
             if not self.allowed_token_ids:
                 raise _bad("allowed_token_ids", "must not be empty")
 
@@ -115,9 +116,8 @@ def to_requests(
         raise RequestError(text, param="prompt", code="context_length_exceeded")
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for i in getattr(params, name) or ():
-            if i >= vocab:
-                raise RequestError(f"{name}: token id {i} is out of vocabulary (0 to {vocab - 1})", param=name)
+        if (largest := max(getattr(params, name) or (), default=0)) >= vocab:
+            raise RequestError(f"{name}: token id {largest} is out of vocabulary (0 to {vocab - 1})", param=name)
     stops = list(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)]))
     shared: dict[str, Any] = {name: getattr(params, name) for name in _PASSED_ON}
     if grammar is None and params.structured_outputs is not None:
@@ -198,6 +198,8 @@ def _ids(name: str, value: Any, most: int) -> list[int]:
         raise _bad(name, f"must be a list of token ids, got {_shown(value)}")
     if len(value) > most:
         raise _bad(name, f"takes at most {most} ids, got {len(value)}")
+    if value and {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT:  # long ones at C speed
+        return list(value)
     return [_number(name, i, 0, MAX_INT) for i in value]
 
 

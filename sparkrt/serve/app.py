@@ -137,6 +137,7 @@ async def is_sleeping(serving: Serving, body: None, request: Request) -> Any:
 
 
 async def detokenize(serving: Serving, body: Any, request: Request) -> Any:
+    require(len(body.tokens) <= MAX_TOKENS, "tokens", f"tokens takes at most {MAX_TOKENS} ids, got {len(body.tokens)}")
     return p.Text(prompt=await asyncio.to_thread(serving.tokenizer.decode, body.tokens, False))
 
 
@@ -191,6 +192,7 @@ OPERATIONS: tuple[tuple[str, str, Handler, Any, Any, str], ...] = (
     ("GET", "/server_info", server_info, None, p.ServerInfo, "Configuration and gauges"),
     ("GET", "/openapi.json", openapi, None, dict[str, Any], "This document"),
 )
+MAX_TOKENS = 2**20  # of /detokenize
 # These need no model.
 AT_ONCE = (health, ready, version, metrics, openapi)
 

@@ -75,13 +75,16 @@ class Serving:
 
     def encode(self, prompt: str | list[int], special: bool, param: str) -> list[int]:
         """Token ids of a prompt. One that is hopelessly long is refused unread: tokenizing it would take seconds."""
+        self._check_length(len(prompt) // LONGEST_TOKEN if isinstance(prompt, str) else len(prompt), param)
         if not isinstance(prompt, str):
             return check_prompt_ids(prompt, self.info.vocab_size)
-        least, context = len(prompt) // LONGEST_TOKEN, self.info.max_model_len
-        if least > context:
+        return self.tokenizer.encode(prompt, special, param=param)
+
+    def _check_length(self, least: int, param: str) -> None:
+        """Raises RequestError when a prompt of at least so many tokens cannot be."""
+        if least > (context := self.info.max_model_len):
             message = f"The model's context length is {context} tokens and the prompt has at least {least}."
             raise RequestError(message, param=param, code="context_length_exceeded")
-        return self.tokenizer.encode(prompt, special, param=param)
 
     def render(self, body: Any) -> tuple[str, list[int]]:
         """The prompt of `body.messages`, text and ids. The template writes the special tokens."""
@@ -95,6 +98,8 @@ class Serving:
         is_open = bool(body.continue_final_message)
         begins = not is_open if body.add_generation_prompt is None else body.add_generation_prompt
         variables |= {"add_generation_prompt": begins, "continue_final_message": is_open}
+        for name in ("messages", "tools"):  # each is a token at least
+            self._check_length(len(getattr(body, name) or ()), name)
         text = self.template.render(body.messages, body.tools, **variables)
         return text, self.encode(text, bool(body.add_special_tokens), "messages")
 

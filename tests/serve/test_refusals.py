@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkrt.serve.http import MAX_BODY
+from sparkrt.serve.http import MAX_BODY, MAX_HEAD
 from tests.serve.harness import Server, events, exchange, raw_post, strict
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -259,6 +259,40 @@ def test_large_bodies(tiny: Server) -> None:
     status, body = exchange(tiny, head + b"Transfer-Encoding: chunked\r\n\r\n", list(chunks))
     assert status == 413
     assert strict(body)["error"]["code"] == "request_too_large"
+
+
+def test_long_lists(tiny: Server) -> None:
+    """X07: refused before anything is done for each of them, and what they took is given back."""
+    before = tiny.metrics()["process_resident_memory_bytes"]
+    many, tool = 100_000, {"type": "function", "function": {"name": "f"}}
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": [1] * many}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * many}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1] * (2**20 + 1)}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(many)), 1)}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * many}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "n": 10**6, "logprobs": 10**6, "max_tokens": 2**31, "stop": ["x"] * many}, None),
+        (COMPLETIONS, {"prompt": "a", "guided_choice": [str(i) for i in range(many)]}, "guided_choice"),
+        (CHAT, {"messages": USER * many}, "messages"),
+        (CHAT, {"messages": USER, "tools": [tool] * many}, None),
+        ("/v1/messages", {"messages": USER * many, "max_tokens": 1}, None),
+        ("/v1/responses", {"input": USER * many}, "input"),
+        ("/v1/responses", {"input": "a", "metadata": dict.fromkeys(map(str, range(17)), "a")}, "metadata"),
+        ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "tokens"),
+    ):
+        response = tiny.http.post(path, json=body)
+        assert response.status_code == 400, path
+        assert param in (None, response.json()["error"].get("param")), response.text
+    assert tiny.metrics()["process_resident_memory_bytes"] - before < 100 * 2**20
+
+
+def test_endless_heads(tiny: Server) -> None:
+    """Of many headers, of one, and of an address. Not a byte more than it takes: what nobody reads would reset the connection."""
+    for begin, more in ((b"GET / HTTP/1.1\r\n", b"a: 12345\r\n"), (b"GET / HTTP/1.1\r\na: ", b"x"), (b"GET /", b"x")):
+        head = (begin + more * (MAX_HEAD // len(more)))[:MAX_HEAD]
+        status, body = exchange(tiny, head, [b"x"])
+        assert status == 431
+        assert "65536 bytes" in strict(body)["error"]["message"]
 
 
 def test_lying_lengths(tiny: Server) -> None:

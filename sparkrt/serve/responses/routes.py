@@ -33,6 +33,7 @@ _SPELLINGS = (
     (r"(messages|prompt)\b", "input"),
     (r"max_tokens\b", "max_output_tokens"),
 )
+MAX_METADATA = 16  # pairs, as OpenAI has it
 _PAGE = 100  # items
 
 
@@ -107,6 +108,7 @@ async def _read(serving: Serving, body: Any) -> tuple[Asked, Any]:
     """What is asked for, and the same request for chat."""
     asked = await asyncio.to_thread(_gather, serving.responses, body)
     most = serving.args.max_logprobs
+    require(len(body.metadata or ()) <= MAX_METADATA, "metadata", f"metadata takes at most {MAX_METADATA} pairs")
     require(0 <= (body.top_logprobs or 0) <= most, "top_logprobs", f"top_logprobs must be between 0 and {most}")
     return asked, _chat_body(asked, serving.info.max_model_len)
 
