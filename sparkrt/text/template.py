@@ -1,37 +1,21 @@
 """`ChatTemplate`: messages and tools to the prompt text a model was trained on, as `transformers` renders it.
 
-The sandbox has the filters, globals and settings of `transformers`, and every render a budget: steps are counted, and what `+`,
-`*` and `**` build, as the output itself, is bounded. That stops runaway templates; it is no licence to run those of strangers.
+A template is a program: it comes with the model or from the server's owner, never from a request, and runs in a sandbox.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import Template, TemplateSyntaxError
 
 from sparkrt.errors import LoadError, RequestError
 from sparkrt.text.messages import bad, normalize_messages, plain
+from sparkrt.text.sandbox import ChatEnvironment, Refusal
 from sparkrt.text.tokenizer import Tokenizer, read_json
 
-MAX_STEPS = 1_000_000  # of one render: passes of loops, calls of macros and the like; half a second or a few
-MAX_CHARS = 32_000_000  # output of one render, and any string or list built on the way
-MAX_BITS = 65_536  # of an integer power
-
-_steps: ContextVar[list[int]] = ContextVar("steps left in this render")
-now: Callable[[], datetime] = datetime.now  # tests put their own clock here
 _OWN_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 _CONTINUE_HERE = "\ue000continue here\ue001 "  # private-use characters; the blank tells whether the template trims
 
@@ -50,6 +34,8 @@ class ChatTemplate:
                 self._compiled[name] = self._environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise LoadError(f"{origin} {name!r}, line {error.lineno}: {error.message}") from None
+            except Exception as error:  # nested deeper than Jinja or Python can compile
+                raise LoadError(f"{origin} {name!r} cannot be compiled: {type(error).__name__}: {error}") from None
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -143,94 +129,3 @@ def _by_name(value: Any, file: Path) -> dict[str, str]:
         return {str(entry["name"]): str(entry["template"]) for entry in value or ()}
     except (TypeError, KeyError):
         raise LoadError(f"{file}: chat_template should be a text or a list of objects with name and template") from None
-
-
-class Refusal(TemplateError):
-    """A template called `raise_exception`, or went over its budget. The message is for the user."""
-
-
-class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """`from_string` compiles, `render` runs within the budget."""
-
-    intercepted_binops = frozenset({"+", "*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-        self.code_generator_class = _CountingGenerator
-        self.filters["tojson"] = _tojson
-        self.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": lambda format: now().strftime(format),
-            "namespace": _Namespace,
-        }
-
-    def render(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """The text of `template`. Whatever the template does wrong comes out as the exception it raised."""
-        token = _steps.set([MAX_STEPS])
-        chunks, size = [], 0
-        try:
-            for chunk in template.generate(variables):
-                size += len(chunk)
-                if size > MAX_CHARS:
-                    raise Refusal(f"the chat template writes more than {MAX_CHARS} characters")
-                chunks.append(chunk)
-            return "".join(chunks)
-        finally:
-            _steps.reset(token)
-
-    def count_step(self) -> None:
-        """Called by compiled templates whenever a block is entered: on every pass of a loop and call of a macro."""
-        left = _steps.get()
-        left[0] -= 1
-        if left[0] < 0:
-            raise Refusal(f"the chat template takes more than {MAX_STEPS} steps")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        a, b = (len(side) if isinstance(side, str | list | tuple) else side for side in (left, right))
-        if isinstance(left, int) and isinstance(right, int):
-            if operator == "**" and right * left.bit_length() > MAX_BITS:
-                raise Refusal("the chat template computes too large a power")
-        elif isinstance(a, int) and isinstance(b, int) and (size := a * b if operator == "*" else a + b) > MAX_CHARS:
-            raise Refusal(f"the chat template builds a value of {size} elements")
-        return super().call_binop(context, operator, left, right)
-
-
-class _CountingGenerator(CodeGenerator):
-    """Puts `count_step` at the head of every block, as a bare line: through the sandbox it is ten times slower."""
-
-    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        self.writeline("environment.count_step()")
-        super().blockvisit(nodes, frame)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; here it is only a scope."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja reads it from the class)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace, closed to underscored names, through which a template could pose as another type."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` stays free for a keyword, as in Jinja's own
-        Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **kwargs).items():
-            args[0][name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a chat template may not set {name!r} on a namespace")
-        super().__setitem__(name, value)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """JSON without Jinja's HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: object) -> None:
-    raise Refusal(str(message))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkrt.errors import LoadError, RequestError
-from sparkrt.text import template as module
+from sparkrt.text import sandbox as module
 from sparkrt.text.template import ChatTemplate, check_kwargs
 from tests.text.vocabularies import TINY, tiny
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparkrt.errors import RequestError
-from sparkrt.text import template as module
+from sparkrt.text import sandbox as module
 from sparkrt.text.template import ChatTemplate
 from tests.text.inputs import need
 
