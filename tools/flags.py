@@ -28,7 +28,6 @@ from the model or the machine, and the summary at start says what was chosen."""
 _WITHOUT_EFFECT = "accepted, without effect"
 # Fields that clients send and neither we nor OpenAI document.
 FOREIGN_FIELDS = (
-    "cache_salt",
     "length_penalty",
     "mm_processor_kwargs",
     "request_id",

@@ -1,4 +1,4 @@
-"""`RadixTree`: which pages of tokens the KV cache holds, from the first token on, with one root per adapter.
+"""`RadixTree`: which pages of tokens the KV cache holds, from the first token on, with one root per adapter and salt.
 
 A node is one full page of tokens after its parent's, found by the tokens themselves (never by a hash of them alone). The tree
 owns one reference to the block of every node; sequences that use a node pin it, and with it all nodes above it. What nobody
@@ -87,7 +87,7 @@ class RadixTree:
         """
         if path and path[-1].parent is None:
             return  # the tree was reset meanwhile
-        node = path[-1] if path else self._roots.setdefault(root, Node(b"", None, -1, 0, self.root_name(root)))
+        node = path[-1] if path else self._root(root)
         grown = list[Node]()
         for at, key in enumerate(self.keys(ids, len(path)), len(path)):
             child = node.children.get(key)
@@ -112,6 +112,8 @@ class RadixTree:
             self.unpinned -= 1
             self.pool.decref(node.block)
             self._push(parent)
+            if parent.parent is None and not parent.children:
+                self._roots.pop(int.from_bytes(parent.key, "little"), None)
             return node
         return None
 
@@ -150,7 +152,12 @@ class RadixTree:
 
     def root_name(self, root: int) -> bytes:
         """What names chain from."""
-        return b"" if self.chain is None else self.chain(b"", root.to_bytes(8, "little", signed=True))
+        return b"" if self.chain is None else self.chain(b"", root.to_bytes(16, "little"))
+
+    def _root(self, root: int) -> Node:
+        if (node := self._roots.get(root)) is None:
+            node = self._roots[root] = Node(root.to_bytes(16, "little"), None, -1, 0, self.root_name(root))
+        return node
 
     def keys(self, ids: np.ndarray, first: int = 0) -> Iterator[bytes]:
         """Full pages of tokens, from page `first` on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ class Job:
     leader: tuple[Job, int] | None = None  # who is computing that many of its tokens: it waits for that
     seq: SequenceState | None = None  # while it has a slot
     request_id: str = field(init=False)
+    root: int = field(init=False)  # of the prefix cache: one for each salt, the tokens of which nobody else finds
     ids: np.ndarray = field(init=False)  # int32: its prompt, and what of its answer has to be computed again
     answer: list[int] = field(default_factory=list)
     points: set[int] = field(default_factory=set)  # positions in `ids` where the state should be kept
@@ -70,6 +72,8 @@ class Job:
     def __post_init__(self) -> None:
         m = self.message
         self.request_id, self.ids = m.request_id, np.array(m.prompt_ids, np.int32)
+        digest = b"" if m.cache_salt is None else blake2b(m.cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
+        self.root = int.from_bytes(digest, "little")
         self.prompt = self.target = self.goal = len(self.ids)
         self.max_tokens, self.min_tokens = m.max_tokens, m.min_tokens
         self.scored, self.stop_ids = m.prompt_logprobs is not None, frozenset(m.stop_token_ids)

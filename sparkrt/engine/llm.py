@@ -69,13 +69,15 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order, computed together. A prompt is text, a list of token ids, {"prompt": text} or
-        {"prompt_token_ids": ids}. RequestError before anything runs, if one cannot be answered.
+        {"prompt_token_ids": ids}, the last two perhaps with a "cache_salt", under which the prefix cache keeps them apart.
+        RequestError before anything runs, if one cannot be answered.
 
         Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each its own.
         `priority` has one number for each prompt: lower ones go first (`scheduling_policy="priority"`).
         """
         todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts) else prompts
-        return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm, priority)
+        salts = [prompt.get("cache_salt") if isinstance(prompt, Mapping) else None for prompt in todo]
+        return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm, priority, salts)
 
     def chat(
         self,
@@ -158,6 +160,7 @@ class LLM:
         sampling_params: Params,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
+        salts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -166,9 +169,9 @@ class LLM:
             if len(given) != len(prompts):
                 raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
         results, requests, answers = list[RequestOutput](), list[EngineRequest](), dict[str, Answer]()
-        for (text, ids), chosen, rank in zip(prompts, each, ranks, strict=True):
-            name = str(next(self._ids))
-            made = to_requests(ids, chosen, self.info, f"llm-{name}", priority=rank, thinks=self._thinks(text, ids, chosen))
+        for (text, ids), chosen, rank, salt in zip(prompts, each, ranks, salts or [None] * len(prompts), strict=True):
+            name, thinks = str(next(self._ids)), self._thinks(text, ids, chosen)
+            made = to_requests(ids, chosen, self.info, f"llm-{name}", priority=rank, thinks=thinks, cache_salt=salt)
             results.append(RequestOutput(name, text, made[0].prompt_ids))
             requests += made
             for index, request in enumerate(made):

@@ -29,6 +29,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     grammar: tuple[str, str] | None = None  # that the answer must follow, and the field of the request that asked for it
     thinking: tuple[int, bool | None] | None = None  # most tokens of it; whether the prompt has opened it, None: the answer may
+    cache_salt: str | None = None  # its prompt is found, and finds, under the same salt only
     priority: int = 0  # lower goes first, if the scheduling policy is "priority"
 
 

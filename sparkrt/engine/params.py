@@ -100,6 +100,7 @@ def to_requests(
     grammar: tuple[str, str] | None = None,
     priority: int | None = None,
     thinks: bool | None = False,
+    cache_salt: str | None = None,
 ) -> list[EngineRequest]:
     """`params.n` engine requests for one prompt, in index order, every default resolved against the model.
 
@@ -130,6 +131,9 @@ def to_requests(
     if params.thinking_token_budget is not None and thinks is not False:
         shared["thinking"] = params.thinking_token_budget, thinks
     shared["priority"] = 0 if priority is None else _number("priority", priority, -MAX_INT, MAX_INT)
+    if cache_salt == "":
+        raise RequestError("cache_salt must not be empty", param="cache_salt")
+    shared["cache_salt"] = cache_salt
     names = [request_id] if params.n == 1 else [f"{request_id}:{index}" for index in range(params.n)]
     seeds = (None if params.seed is None else child_seed(params.seed, index) for index in range(params.n))
     return [EngineRequest(**shared | {"request_id": name, "seed": seed}) for name, seed in zip(names, seeds, strict=True)]

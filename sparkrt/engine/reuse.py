@@ -28,7 +28,7 @@ class Reuse:
         self.cache, self.spill = cache, None if cache is None else cache.spill
         self._page_size = 1 if cache is None else cache.tree.page_size
         self._copy_state = copy_state
-        self._computing: dict[bytes, dict[Job, None]] = {}  # prompts on their way into the cache, by their first 64 tokens
+        self._computing: dict[tuple[int, bytes], dict[Job, None]] = {}  # prompts on their way in, by root and first 64 tokens
 
     @property
     def evictable(self) -> int:
@@ -100,7 +100,7 @@ class Reuse:
     def begin(self, job: Job, blocks: int) -> None:
         """Take what `lookup` found as a part of the job's `blocks`, and make room for the others."""
         if self.cache is not None and job.match is not None:
-            job.lease = self.cache.open(job.match, job.target)
+            job.lease = self.cache.open(job.match, job.target, job.root)
             self._unfetch(job)
             job.points = set(self.cache.points(job.match, job.target))
             job.cached = job.match.resume
@@ -133,7 +133,7 @@ class Reuse:
             return  # a scored prompt bypasses the cache: its pages are not there
         self._unswap(job)
         ids = self._tokens(job)[:length]
-        if length == job.seq.length and self.spill.worth_swapping(length - self.cache.match(ids).resume):
+        if length == job.seq.length and self.spill.worth_swapping(length - self.cache.match(ids, job.root).resume):
             page, rest = divmod(length, self._page_size)
             job.swap = self.spill.swap(length, job.seq.slot, job.seq.blocks.blocks[page] if rest else None)
 
@@ -180,16 +180,16 @@ class Reuse:
 
     def _match(self, job: Job, cache: PrefixCache) -> Match:
         """What there is of a job's tokens. What is on disk is asked for; the job has to wait while that is read."""
-        match = None if job.swap is None else cache.swapped(job.ids, job.swap.length)
+        match = None if job.swap is None else cache.swapped(job.ids, job.swap.length, job.root)
         if match is None:
             self._unswap(job)
-            match = cache.match(job.ids)
+            match = cache.match(job.ids, job.root)
         if match.spilled and self.spill is not None and not self.spill.at_hand(match.spilled):
             self._unfetch(job)
             job.fetch = self.spill.fetch(match.spilled)
             if job.fetch is None:  # no room in host memory
                 self._unswap(job)
-                match = cache.match(job.ids, spilled=False)
+                match = cache.match(job.ids, job.root, spilled=False)
         return match
 
     def _unfetch(self, job: Job) -> None:
@@ -245,5 +245,5 @@ def offload_stats(spill: Spill, hits: int) -> OffloadStats:
     return OffloadStats(**host, **moved, hits=hits)
 
 
-def _beginning(job: Job) -> bytes:
-    return job.ids[:GRID].tobytes()
+def _beginning(job: Job) -> tuple[int, bytes]:
+    return job.root, job.ids[:GRID].tobytes()

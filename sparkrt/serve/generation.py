@@ -107,7 +107,7 @@ class Generation(ABC):
         details = params, serving.info
         requests = []
         for p, thinking in zip(self._prompts, thinks or [False] * len(prompts), strict=True):
-            made = to_requests(p.prompt_token_ids, *details, p.request_id, grammar, body.priority, thinking)
+            made = to_requests(p.prompt_token_ids, *details, p.request_id, grammar, body.priority, thinking, body.cache_salt)
             requests += [(p, request) for request in made]
         for index, (prompt, request) in enumerate(requests):
             answer = Answer(prompt, index % params.n, params, serving.info.eos_token_ids, serving.tokenizer, marks)

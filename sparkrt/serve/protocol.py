@@ -32,6 +32,7 @@ StreamOptions = _struct("StreamOptions", {"include_usage": bool, "continuous_usa
 _GENERATION = _SAMPLING | {"stop": str | list[str], "add_special_tokens": bool, "return_token_ids": bool, "best_of": int}
 _GENERATION |= {"response_format": Object, "guided_json": Any, "guided_regex": str, "guided_choice": list[str]}
 _GENERATION |= {"guided_grammar": str, "model": str, "stream": bool, "stream_options": StreamOptions, "priority": int}
+_GENERATION |= {"cache_salt": str}
 _TEMPLATE: Object = {"tools": list[Object], "add_generation_prompt": bool, "continue_final_message": bool}
 _TEMPLATE |= {"chat_template_kwargs": Object, "add_special_tokens": bool, "reasoning_effort": str, "enable_thinking": bool}
 _CHAT: Object = {"logprobs": bool, "top_logprobs": int, "max_completion_tokens": int}
@@ -53,7 +54,8 @@ _RESPONDING |= {"text": Object, "reasoning": Object, "include": list[str], "top_
 _RESPONDING |= {"stream_options": Object, "prompt_cache_key": str, "safety_identifier": str}  # shown again, no more
 # what chat knows besides, under its names there
 SHARED = {name for name in _SAMPLING if name not in ("n", "max_tokens", "logprobs", "prompt_logprobs")}
-SHARED |= {"stop", "priority", "chat_template_kwargs", "enable_thinking"} | {name for name in _GENERATION if "guided" in name}
+SHARED |= {"stop", "priority", "cache_salt", "chat_template_kwargs", "enable_thinking"}
+SHARED |= {name for name in _GENERATION if "guided" in name}
 _SHARED: Object = {name: kind for name, kind in (_GENERATION | _TEMPLATE).items() if name in SHARED}
 ResponsesBody = _struct("ResponsesBody", _SHARED | _RESPONDING, input=str | list[Object])
 AbortBody = _struct("AbortBody", {"rid": str, "request_ids": list[str], "abort_all": bool})

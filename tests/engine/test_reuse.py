@@ -214,7 +214,7 @@ def test_a_blocked_head_is_looked_up_when_there_is_more_room():
     core.step()
     core.add(request("b", range(400, 900), 5))
     looked, match = [], model.prefix.match
-    model.prefix.match = lambda ids: (looked.append(1), match(ids))[1]
+    model.prefix.match = lambda *what: (looked.append(1), match(*what))[1]
     tokens, _ = drain(core)
     assert tokens["b"] == alone(request("b", range(400, 900), 5))
     assert len(looked) < 8
@@ -225,3 +225,26 @@ def test_without_a_cache_blocks_are_counted_too():
     core, _ = engine()
     assert isinstance(core.scheduler, Scheduler)
     assert core.stats().prefix_cache_queries == core.stats().cached_blocks == 0
+
+
+@DEPTHS
+@KINDS
+def test_a_prompt_is_found_under_its_salt_only(ahead, recurrent):
+    # X10
+    core, model = warm_engine(ahead, recurrent=recurrent)
+    for salt, known in ((None, 0), ("a", 0), ("b", 0), ("a", 128), (None, 128), ("b", 128)):
+        tokens, cached = ask(core, request("r", range(150), 5, cache_salt=salt))
+        assert (tokens, cached) == ([alone(request("r", range(150), 5))], [known])
+    together = [request(str(i), range(500, 650), 5, cache_salt=str(i // 2)) for i in range(4)]
+    assert sorted(ask(core, *together)[1]) == [0, 0, 128, 128]
+    idle(core, model)
+
+
+def test_roots_of_salts_go_with_their_last_page():
+    core, model = warm_engine()
+    for i in range(100):
+        ask(core, request("r", range(640), 1, cache_salt=str(i)))
+    assert len(core.reuse.cache.tree._roots) <= 13  # of 128 pages, 10 each
+    core.reset_prefix_cache()
+    assert not core.reuse.cache.tree._roots
+    idle(core, model)

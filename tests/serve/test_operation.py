@@ -111,6 +111,20 @@ def test_a_prompt_that_came_before_is_cached(tiny: Server) -> None:
     assert tiny.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_salt_keeps_prompts_apart(tiny: Server) -> None:
+    """X10: another salt finds nothing, whoever asks and however."""
+    tiny.post("/reset_prefix_cache", None)
+    messages = [{"role": "user", "content": "a very private matter " * 30}]
+    found = list[bool]()
+    for salt in ("one", "two", None, "one"):
+        body = {"messages": messages, "max_tokens": 1, "cache_salt": salt}
+        found.append(tiny.post(CHAT, body)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert found == [False, False, False, True]
+    for path, prompt in ((CHAT, {"messages": messages}), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+        for salt in ("", 5):
+            assert tiny.post(path, {**prompt, "cache_salt": salt}, 400)["param"] == "cache_salt"
+
+
 def test_health_of_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """O04: silent for too long, /health is 503; 200 again when it goes on."""
     monkeypatch.setattr(engine, "PING_INTERVAL", 0.01)

@@ -160,7 +160,7 @@ def test_accepted_without_effect(tiny: Server) -> None:
     """A22: what clients send and what asks for nothing; a field nobody knows has no effect on any endpoint."""
     body = {"messages": USER, "temperature": 0, "max_tokens": 5}
     plain = tiny.post(CHAT, body)["choices"]
-    ignored = ["user", "service_tier", "safety_identifier", "cache_salt", "verbosity", "unheard_of"]
+    ignored = ["user", "service_tier", "safety_identifier", "verbosity", "unheard_of"]
     harmless = dict.fromkeys(ignored, "low") | {
         "best_of": 1,
         "function_call": "auto",
