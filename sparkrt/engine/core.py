@@ -21,8 +21,9 @@ from sparkrt.engine.reuse import Reuse, offload_stats
 from sparkrt.engine.rows import logprob, sampler_params, targets
 from sparkrt.engine.scheduler import Scheduler
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from sparkrt.model.batch import ForwardBatch, PrefillSlice, TokenLogprobs
+from sparkrt.model.batch import ForwardBatch, MixedBatchResult, PrefillSlice, TokenLogprobs
 from sparkrt.model.model import Model
+from sparkrt.model.sequence import SequenceState
 from sparkrt.model.sleeper import Sleeper
 from sparkrt.text.grammar import Grammars
 
@@ -51,6 +52,7 @@ class EngineCore:
         self._requests: dict[str, Job] = {}
         self._deadlines: deque[Job] = deque()  # in order
         self._outbox: list[EngineOutput] = []
+        self._rows: tuple[list[Job], list[SequenceState]] = [], []  # who decodes: mostly those of the last step
         self._loading: list[Job] = []  # their blocks and slots are being filled with what was spilled
         self._in_flight: tuple[int, Plan] | None = None
         self._seeds = random.Random(config.seed)
@@ -159,10 +161,12 @@ class EngineCore:
         if not (plan := self.scheduler.plan(outbox)):
             return None
         if plan.prefill and outbox is not self._outbox:
-            plan.decode.clear()  # the rows of a loop wait for each other
+            plan.decode = []  # the rows of a loop wait for each other
         launched = False
         try:
-            batch = ForwardBatch([job.seq for job in plan.decode if job.seq is not None])
+            if plan.decode is not self._rows[0]:
+                self._rows = plan.decode, [job.seq for job in plan.decode if job.seq is not None]
+            batch = ForwardBatch(self._rows[1])
             for part in plan.prefill:
                 assert part.job.seq is not None
                 tokens, kept = part.job.ids[part.start : part.stop], self.reuse.snapshots(part)
@@ -176,7 +180,7 @@ class EngineCore:
             handle = self.model.launch(batch, self.settle if hangs else None)
             self._waited += perf_counter() - began if self.config.device == "host" else 0.0  # the launch is the computation
         except BaseException as error:
-            for job in self.scheduler.collected(plan) if launched else ():
+            for job in self.scheduler.withdrawn(plan) if launched else ():
                 self._release(job)
             self._fail(plan.jobs, error)
             return None
@@ -215,7 +219,6 @@ class EngineCore:
                 self.reuse.begin(job, job.blocks)
                 job.seq = self.model.new_sequence(job.params, self._capacity(job), job.ids, job.emitted, job.match)
                 if self.reuse.restore(job):
-                    self.scheduler.loads(job)
                     self._loading.append(job)
                 if job.guide is not None:
                     job.guide.stale = True  # its mask is the slot's
@@ -268,9 +271,7 @@ class EngineCore:
                 scored = [part.job for part in plan.prefill if targets(part) is not None]
                 for job, rows in zip(scored, result.prompt_logprobs, strict=True):
                     job.prompt_logprobs += [logprob(row, job.message.prompt_logprobs or 0) for row in rows]
-            for job, token, logprobs in zip(plan.rows, result.tokens.tolist(), result.logprobs, strict=True):
-                if not job.finished:  # it may have stopped, or been aborted, while this step was in flight
-                    self._emit(job, token, logprobs)
+            self._emit(plan.rows, result)
             if self._guided:
                 self._guide(plan.rows)
             for job, _, stop, _ in plan.prefill:
@@ -279,10 +280,22 @@ class EngineCore:
         except BaseException as error:
             self._fail(plan.jobs, error)
 
-    def _emit(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
+    def _emit(self, jobs: list[Job], result: MixedBatchResult) -> None:
+        """Tell each its token. Most are in the middle of an answer, and take half the time of one that is looked at closely."""
+        for job, token, row in zip(jobs, result.tokens.tolist(), result.logprobs, strict=True):
+            if job.finished:  # it may have stopped, or been aborted, while this step was in flight
+                self._stats.generation_tokens -= 1
+            elif row is None and 0 < job.emitted < job.max_tokens - 1 and token not in job.stop_ids and job.guide is None:
+                job.emitted += 1
+                job.answer.append(token)
+                job.outbox.append(EngineOutput(request_id=job.request_id, token_ids=[token]))
+            else:
+                self._emit_closely(job, token, row)
+        self._stats.generation_tokens += len(jobs)
+
+    def _emit_closely(self, job: Job, token: int, row: TokenLogprobs | None) -> None:
         job.emitted = emitted = job.emitted + 1
         job.answer.append(token)
-        self._stats.generation_tokens += 1
         output = EngineOutput(request_id=job.request_id, token_ids=[token])
         if emitted == 1:
             output.cached_tokens, output.queued_seconds = job.skipped or 0, job.queued or 0.0

@@ -36,7 +36,7 @@ class Job:
     generated: int = 0  # sampled tokens planned
     emitted: int = 0  # tokens read and told: lags `generated` by the steps in flight
     counted: int = 0  # tokens of the prompt that are in the statistics
-    in_flight: int = 0  # steps that carry it and are not read yet: its slot and blocks are in use until 0
+    step: int = 0  # the last one that carries it: its slot and blocks are in use until that is read
     finished: bool = False
     preempted: bool = False  # has to let go of its slot and blocks, and waits again when it has
     immune: int = 0  # it is not chosen again before this many tokens are generated
@@ -131,8 +131,9 @@ class Slice(NamedTuple):
 class Plan:
     """One step: jobs that decode, slices of prompts."""
 
-    decode: list[Job] = field(default_factory=list)
+    decode: list[Job] = field(default_factory=list)  # the same list as in the last step, while nobody joins or leaves
     prefill: list[Slice] = field(default_factory=list)
+    step: int = 0  # its number, once it is launched
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

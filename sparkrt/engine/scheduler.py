@@ -35,10 +35,13 @@ class Scheduler:
         self._prefilling: dict[Job, None] = {}  # in order of admission
         self._decoding: dict[Job, None] = {}
         self._short: dict[Job, None] = {}  # decoding, and without a block for the next token
+        self._rows: tuple[list[EngineOutput], list[Job]] | None = None  # an outbox and who decodes for it, until that changes
+        self._going: dict[Job, None] = {}  # ended or preempted, and carried by a step that is not read
         self._leaving: set[Job] = set()  # preempted and still in flight: they have to be in the queue before it moves on
         self._refused: tuple[Job | None, int] = (None, 0)  # the head of the queue, and the blocks that were too few for it
         self._promised = 0  # blocks reserved and not taken yet
         self._arrivals, self._step = count(), 0
+        self._launched = self._collected = 0  # numbers of steps
 
     def add(self, job: Job) -> None:
         """Queue a request. Raises RequestError at once when it could never run."""
@@ -71,6 +74,7 @@ class Scheduler:
                     continue
             self._take(job, 1)
             del self._short[job]
+            self._rows = None
             grown.append(job)
         if self._by_priority and (head := self.waiting.head) is not None and not self._leaving and head.leader is None:
             reserve, (blocks, slots) = self._demand(head)[1], self._coming()
@@ -132,10 +136,9 @@ class Scheduler:
         times what it takes to compute everything that came no later. At least one chunk runs in every step, even under a budget
         smaller than that.
         """
-        plan, short = Plan(), self._short
-        plan.decode = [job for job in self._decoding if job.outbox is outbox]
-        if short:
-            plan.decode = [job for job in plan.decode if job not in short]
+        if self._rows is None or self._rows[0] is not outbox:
+            self._rows = outbox, [job for job in self._decoding if job.outbox is outbox and job not in self._short]
+        plan = Plan(self._rows[1])
         prompts = [job for job in self._prefilling if job.outbox is outbox and job.loading is None]
         if not prompts:
             return plan
@@ -177,25 +180,24 @@ class Scheduler:
 
     def launched(self, plan: Plan) -> None:
         """The step is on its way: advance the cursors. From here until `collected` they are one step ahead of the host."""
+        self._launched = plan.step = step = self._launched + 1
         for job in plan.decode:
-            job.in_flight += 1
+            job.step = step
             job.generated += 1
             if job.generated >= job.room:
                 self._at_edge(job)
         for job, _, stop, sample in plan.prefill:
-            job.in_flight += 1
+            job.step = step
             job.prefilled = stop
             job.generated += sample
             if stop == job.target:  # its first token is not read yet; the device feeds it to the decode row of the next step
                 self._begin_decoding(job)
 
-    def loads(self, job: Job) -> None:
-        """It was admitted, and what it needs is being copied to its blocks and slot: it keeps them until it is `loaded`."""
-        job.in_flight += 1
-
     def loaded(self, job: Job) -> bool:
-        """The copies are done: it runs. True if it ended or was preempted meanwhile, and what it had is free now."""
-        job.in_flight -= 1
+        """What was `loading` into its blocks and slot is there: it runs.
+
+        True if it ended or was preempted meanwhile, and what it had is free now.
+        """
         job.loading = None
         if job.finished or job.preempted:
             return self._released(job)
@@ -205,12 +207,15 @@ class Scheduler:
 
     def collected(self, plan: Plan) -> list[Job]:
         """The step was read. Returns the ended and preempted jobs that no step carries any more: what they had is free now."""
-        gone = list[Job]()
+        self._collected = plan.step
+        return [job for job in list(self._going) if self._released(job)]
+
+    def withdrawn(self, plan: Plan) -> list[Job]:
+        """The step that was last `launched` never ran; its jobs are about to end. Returns as `collected` does."""
+        self._launched -= 1
         for job in plan.jobs:
-            job.in_flight -= 1
-            if (job.finished or job.preempted) and self._released(job):
-                gone.append(job)
-        return gone
+            job.step -= 1
+        return [job for job in list(self._going) if self._released(job)]
 
     def finish(self, job: Job) -> bool:
         """The request ended. True if its resources were held and are free now; in flight, they will be `collected`."""
@@ -235,10 +240,13 @@ class Scheduler:
             raise EngineFatal(f"scheduler: {promised} blocks are promised, {self._promised} counted")
         for job in self.admitted:
             tokens = max(job.prefilled, job.prompt + job.generated - 1 if job.prefilled == job.target else 0)
-            if not 0 <= tokens <= job.blocks * self.limits.block_size or job.in_flight < 0:
+            if not 0 <= tokens <= job.blocks * self.limits.block_size:
                 raise EngineFatal(f"scheduler: {job.request_id} is at token {tokens} of {job.blocks} blocks")
-            if (job.finished or job.preempted) and not job.in_flight:
+            going = job.finished or job.preempted
+            if going and not self._carried(job):
                 raise EngineFatal(f"scheduler: {job.request_id} has to go and still owns a slot")
+            if going != (job in self._going):
+                raise EngineFatal(f"scheduler: {job.request_id} {'has' if going else 'has not'} to go, and that is not noted")
         if any(job.finished or job.blocks or job in self.admitted for job in self.waiting):
             raise EngineFatal("scheduler: a request waits although it was admitted or ended")
 
@@ -267,11 +275,12 @@ class Scheduler:
 
     def _begin_decoding(self, job: Job) -> None:
         del self._prefilling[job]
-        self._decoding[job] = None
+        self._decoding[job], self._rows = None, None
         if job.generated >= job.room:
             self._at_edge(job)
 
     def _at_edge(self, job: Job) -> None:
+        self._rows = None
         if job.generated == job.max_tokens:
             del self._decoding[job]
         else:
@@ -291,12 +300,19 @@ class Scheduler:
         return [job] if self._released(job) else []
 
     def _retire(self, job: Job) -> None:
+        self._rows = None
         for jobs in (self._prefilling, self._decoding, self._short):
             jobs.pop(job, None)
 
+    def _carried(self, job: Job) -> bool:
+        """Whether a step that is not read uses its slot and blocks, or a copy."""
+        return job.step > self._collected or job.loading is not None
+
     def _released(self, job: Job) -> bool:
-        if job.in_flight:
+        if self._carried(job):
+            self._going[job] = None
             return False
+        self._going.pop(job, None)
         self.admitted.remove(job)
         self._leaving.discard(job)
         self.free_slots += 1
