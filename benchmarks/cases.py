@@ -185,7 +185,7 @@ def _gdn_inputs(rng: Rng, s: Sizes) -> Given:
 
 
 def _router_inputs(rng: Rng, s: Sizes) -> Given:
-    logits, chosen = normal(rng, (s.T, s.E + min(s.shared, 1))), (s.T, s.top + s.shared)
+    logits, chosen = normal(rng, (s.T, s.E + (moe.GATE_COLUMNS if s.shared else 0))), (s.T, s.top + s.shared)
     outputs = {"weights": np.zeros(chosen, np.float32), "ids": np.zeros(chosen, np.int32)}
     return outputs | {"logits": np.round(logits) if s.ties else logits}
 

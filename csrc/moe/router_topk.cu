@@ -14,6 +14,7 @@ namespace {
 using namespace spark;
 
 constexpr int kTokens = 4;  // warps of a CTA
+constexpr int kGateColumns = 8;  // how often the shared experts' logit stands in a row, so that rows are whole vectors
 
 // Order of unsigned integers = order of floats; 0 is below all of them and marks what was taken.
 __device__ __forceinline__ uint32_t sortable(float x) {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kTokens* kWarp) router_topk_kernel(float* weig
     grid_dependency_launch();
     const int token = blockIdx.x * kTokens + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (token >= tokens) return;
-    const float* row = logits + static_cast<int64_t>(token) * (experts + (shared > 0));
+    const float* row = logits + static_cast<int64_t>(token) * (experts + (shared > 0 ? kGateColumns : 0));
     const float gate = shared > 0 ? sigmoid(row[experts]) : 0.f;
     uint32_t keys[kItems];
 #pragma unroll
@@ -71,11 +72,11 @@ __global__ void __launch_bounds__(kTokens* kWarp) router_topk_kernel(float* weig
 
 }  // namespace
 
-// (weights[T,k+S], ids[T,k+S], logits[T,E] or with S > 0 [T,E+1], k, renormalize)
+// (weights[T,k+S], ids[T,k+S], logits[T,E] or with S > 0 [T,E+8], k, renormalize)
 SPARK_LAUNCHER(spark_router_topk) {
     const spark::Args a(args, count);
     SPARK_CHECK(count == 5 && a.is(0, DType::f32, 2) && a.is(1, DType::i32, 2) && a.is(2, DType::f32, 2));
-    const int64_t tokens = a.dim(0, 0), k = a.integer(3), shared = a.dim(0, 1) - k, experts = a.dim(2, 1) - (shared > 0);
+    const int64_t tokens = a.dim(0, 0), k = a.integer(3), shared = a.dim(0, 1) - k, experts = a.dim(2, 1) - (shared > 0 ? kGateColumns : 0);
     SPARK_CHECK(a.dim(1, 0) == tokens && a.dim(1, 1) == k + shared && a.dim(2, 0) == tokens && k <= experts && shared >= 0 &&
                 tokens < (1 << 30));
     if (tokens == 0 || k + shared == 0) return cudaSuccess;

@@ -26,6 +26,7 @@ from sparkrt.model.source import WeightSource
 from sparkrt.model.spec import expected_tensors
 from sparkrt.model.step import Decoder
 from sparkrt.model.weight import Embedding, Experts, Linear, Norm, Segment, Weight, WeightPlacer
+from sparkrt.ops.moe import GATE_COLUMNS
 from sparkrt.ops.rope import attention_factor, inverse_frequencies, rope_table
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend
@@ -197,16 +198,16 @@ class _Builder:
     def _moe(self, p: str) -> MixtureOfExperts:
         c = self.config.moe
         assert c is not None
-        gate_up, down, router = [self._read(f"{p}gate_up")], [self._read(f"{p}down")], [f"{p}router"]
+        gate_up, down, router = ([self._read(f"{p}{x}")] for x in ("gate_up", "down", "router"))
         shared = -(-c.shared_intermediate_size // c.intermediate_size)
         if shared:
             parts = [self._read(f"{p}shared_{x}_proj") for x in ("gate", "up", "down")]
             for stack, more in zip((gate_up, down), shared_experts(c.intermediate_size, *parts), strict=True):
                 stack.append(more)
-            router.append(f"{p}shared_gate")
+            router += [self._read(f"{p}shared_gate")] * GATE_COLUMNS
         stacks = self.placer.matrix(gate_up, f"{p}gate_up"), self.placer.matrix(down, f"{p}down")
         experts = Experts(*stacks, self.options.batch_invariant)
-        return MixtureOfExperts(c, self._linear(f"{p}router", *router), experts, shared)
+        return MixtureOfExperts(c, self.placer.linear(router, f"{p}router"), experts, shared)
 
 
 def shared_experts(width: int, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -42,7 +42,7 @@ class MixtureOfExperts:
     """Softmax router in float32 over all experts, top-k, then the chosen experts.
 
     A shared expert, an MLP that every token passes and that is scaled by sigmoid(x · gate), lies behind the routed ones as
-    `shared` experts of their width; its gate is the router's last column.
+    `shared` experts of their width; its gate is the router's last GATE_COLUMNS columns, all alike.
     """
 
     config: MoeConfig
