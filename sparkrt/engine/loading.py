@@ -195,6 +195,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: MemoryInfo) ->
         warnings.append(f"max_num_seqs {slots} needs {_size(slots * (per_slot + sampler))} of state: cut to {most}")
     slots = min(slots, most)
     snapshots = _snapshots(config, slots, share // _SNAPSHOT_SHARE // per_slot) if per_slot else 0
+    if per_slot and not snapshots and config.enable_prefix_caching:
+        warnings.append("there is no room for snapshots of recurrent state: no prompt will be found in the prefix cache")
     state = (slots + 1 + snapshots) * per_slot
     step = _step_bytes(model, max(tokens, CHUNK) + 2 * slots, slots, dtype) + (slots + 1) * sampler
 

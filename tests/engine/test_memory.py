@@ -117,3 +117,29 @@ def test_a_tied_head_is_counted_twice_on_the_host_alone():
     tied = weight_bytes(replace(HYBRID, tie_word_embeddings=True), float32, True)
     assert tied == untied
     assert weight_bytes(replace(HYBRID, tie_word_embeddings=True), float32, False) < untied
+
+
+def test_a_prefix_cache_without_room_for_snapshots_is_told_of():
+    """H02: it would never hit, and nobody would know why."""
+    slot = 2 * 16 * 16 * 4 + 4 * 3 * 32 * 4
+    options = {"free": weight_bytes(HYBRID, float32, True) + 24 * slot, "max_num_seqs": 1, "max_model_len": 16, "block_size": 16}
+    tight, off = plan(**options), plan(**options, enable_prefix_caching=False)
+    assert (tight.snapshots, plan().snapshots > 0) == (0, True)
+    assert any("no room for snapshots" in warning for warning in tight.warnings)
+    assert not any("snapshots" in warning for warning in off.warnings)
+
+
+def test_staging_for_what_is_spilled_is_planned():
+    free = weight_bytes(HYBRID, float32, True) + (64 << 20)
+    options = {"max_model_len": "auto", "max_num_seqs": 4, "num_gpu_blocks_override": None}
+    without, spilling = (
+        plan_memory(
+            replace(HYBRID, max_position=10**7),
+            EngineConfig(device="cuda", dtype="float32", gpu_memory_utilization=1.0, kv_offloading_size=size, **options),
+            MemoryInfo(free, free, 0),
+        )
+        for size in (None, 1.0)
+    )
+    page = without.kv_bytes // (without.num_blocks + 1)
+    assert 3 * 8 <= without.num_blocks - spilling.num_blocks <= 3 * 8 + 1
+    assert page == spilling.kv_bytes // (spilling.num_blocks + 1)

@@ -228,6 +228,19 @@ def test_hot_is_cold_is_batched_is_alone(r2, which, ahead):
     assert backend.leak_report() == ""
 
 
+def test_a_long_prompt_with_another_end_is_found(r2):
+    """H02: cached is what both begin with, down to a multiple of 64; and where nothing can be kept, the start says so."""
+    rng = random.Random(5)
+    prefix = [rng.randrange(256) for _ in range(561)]
+    prompts = [prefix + [rng.randrange(256) for _ in range(n)] for n in (3, 9, 1)]
+    with LLM(str(r2), max_model_len=640, max_num_seqs=2, debug=True) as llm:
+        cached = [llm.generate([p], GREEDY, use_tqdm=False)[0].num_cached_tokens for p in prompts]
+        stats = llm.core.stats()
+        assert not llm.info.warnings
+    assert cached == [0, 512, 512]
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (sum(map(len, prompts)), 1024)
+
+
 def test_scores_of_a_recited_text(r1):
     # A04: a token that follows its scripted predecessor scores -0.0062, any other -11.32
     folder, script, ids = r1
