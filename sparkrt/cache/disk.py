@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
+from time import time_ns
 from zlib import crc32
 
 import numpy as np
@@ -89,7 +90,7 @@ class DiskCache:
 
     def get(self, key: bytes, parts: Sequence[np.ndarray]) -> Future[bool]:
         """Read a record into `parts`, of the sizes it was written with; tell `read` what the future says."""
-        self._files[key] = self._files.pop(key)
+        self.touch(key)
         return self._readers.submit(_read, self._path(key), key, parts)
 
     def read(self, key: bytes, right: bool) -> None:
@@ -98,6 +99,11 @@ class DiskCache:
             self.corrupt += 1
             log.warning("%s: removed, it is not what was written", self._path(key))
             self.drop(key)
+
+    def touch(self, key: bytes) -> None:
+        """It counts as used just now, if it is there."""
+        if (nbytes := self._files.pop(key, None)) is not None:
+            self._files[key] = nbytes
 
     def drop(self, key: bytes) -> None:
         """Remove a record."""
@@ -109,9 +115,13 @@ class DiskCache:
             self.drop(key)
 
     def close(self) -> None:
-        """Finish what was asked for; the files stay."""
+        """Finish what was asked for; the files stay, with times that tell their order."""
         self._readers.shutdown()
         self._writer.shutdown()
+        now = time_ns() - len(self._files)
+        for i, key in enumerate(self._files):
+            with suppress(OSError):
+                os.utime(self._path(key), ns=(now + i, now + i))
         os.close(self._lock)
 
     def _path(self, key: bytes) -> Path:
@@ -126,14 +136,14 @@ class DiskCache:
 
     def _scan(self) -> None:
         """Take up what an earlier process left; what it did not finish is removed."""
-        found = list[tuple[float, str, int]]()
+        found = list[tuple[int, str, int]]()
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.endswith(_TEMPORARY):
                     _remove(self.folder / entry.name)
                 elif _NAME.fullmatch(entry.name):
                     status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime, entry.name, status.st_size))
+                    found.append((status.st_mtime_ns, entry.name, status.st_size))
         for _, name, size in sorted(found):
             self._files[bytes.fromhex(name)] = size
             self.used += size

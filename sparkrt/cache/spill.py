@@ -211,15 +211,20 @@ class Spill:
             self.wait()
 
     def save(self, records: Sequence[tuple[Kind, bytes, int]]) -> None:
-        """`keep` these and wait until they are on disk, so many at a time as there is room for."""
+        """`keep` these and wait until they are on disk, so many at a time as there is room for; the last first, in case that the
+        time for it is short.
+        """
         units = 0
-        for record in records:
+        for record in reversed(records):
             units += self._units(record[0])
             if units > self.pool.num_blocks // 2:
                 self.flush()
                 units = self._units(record[0])
             self.keep([record])
         self.flush()
+        if self.disk is not None:
+            for kind, name, _ in records:
+                self.disk.touch(kind.value + name)
 
     def clear(self) -> None:
         """Forget all records; what is being copied to or from a sequence stays until it is done."""

@@ -181,3 +181,15 @@ def test_it_is_worth_it_where_copying_is_quicker_than_computing() -> None:
     assert [spill.worth_swapping(tokens) for tokens in (16, 17)] == [False, True]  # 80 bytes out and back
     spill.flush()
     spill.close()
+
+
+def test_what_is_saved_at_the_end_keeps_its_order(tmp_path: Path) -> None:
+    """Written from the most recently used on, found again as least recently used first: a branch's beginning stays longest."""
+    bus = Bus(3, 0)
+    spill = Spill(bus, b"model", Costs(1.0), DiskCache(tmp_path, 1 << 20))
+    bus.device = {(Kind.PAGE, i): i for i in range(9)}
+    spill.save([(Kind.PAGE, NAMES[i], i) for i in range(9)])
+    spill.close()
+    again = DiskCache(tmp_path, 1 << 20)
+    assert [key[1] for key in again._files] == [name[0] for name in NAMES[:9]]
+    again.close()
