@@ -46,7 +46,7 @@ class DiskCache:
         self._files: dict[bytes, int] = {}  # bytes by key, the least recently used first
         self._writing = set[bytes]()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be told from what lies there
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise LoadError(f"kv_offloading_dir {folder}: cannot be used: {error.strerror}") from None
@@ -111,8 +111,11 @@ class DiskCache:
         self._writer.submit(_remove, self._path(key))
 
     def clear(self) -> None:
-        for key in list(self._files):
-            self.drop(key)
+        """Remove all records."""
+        paths = [self._path(key) for key in self._files]
+        self._files.clear()
+        self.used = 0
+        self._writer.submit(lambda: [_remove(path) for path in paths])
 
     def close(self) -> None:
         """Finish what was asked for; the files stay, with times that tell their order."""

@@ -240,3 +240,12 @@ def test_closing_in_the_middle_gives_everything_back(ahead, tmp_path):
     DiskCache(tmp_path, 1).close()  # the lock is free
     drained = drain(engine(False, FakeModel())[0])
     assert drained[0] == {}
+
+
+def test_another_salt_finds_nothing_on_disk_either(tmp_path):
+    for name, salt, cached in (("a", "one", 0), ("b", "two", 0), ("c", "one", 640)):
+        core, _ = spill_engine(spill=spilling(40, lambda: DiskCache(tmp_path, 1 << 20)))
+        r = request(name, range(700), 5, cache_salt=salt)
+        assert ask(core, r) == ([alone(r)], [cached])
+        settled(core)
+        core.close()
