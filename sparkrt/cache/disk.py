@@ -115,7 +115,7 @@ class DiskCache:
         paths = [self._path(key) for key in self._files]
         self._files.clear()
         self.used = 0
-        self._writer.submit(lambda: [_remove(path) for path in paths])
+        self._writer.submit(_remove, *paths)
 
     def close(self) -> None:
         """Finish what was asked for; the files stay, with times that tell their order."""
@@ -199,6 +199,7 @@ def _header(key: bytes, parts: Sequence[np.ndarray]) -> bytes:
     return _HEADER.pack(_MAGIC, sum(part.nbytes for part in parts), check)
 
 
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
