@@ -13,7 +13,7 @@ namespace {
 
 using namespace spark;
 
-constexpr int kTokens = 4;  // warps of a CTA
+constexpr int kTokens = 4;       // warps of a CTA
 constexpr int kGateColumns = 8;  // how often the shared experts' logit stands in a row, so that rows are whole vectors
 
 // Order of unsigned integers = order of floats; 0 is below all of them and marks what was taken.
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kTokens* kWarp) router_topk_kernel(float* weig
 SPARK_LAUNCHER(spark_router_topk) {
     const spark::Args a(args, count);
     SPARK_CHECK(count == 5 && a.is(0, DType::f32, 2) && a.is(1, DType::i32, 2) && a.is(2, DType::f32, 2));
-    const int64_t tokens = a.dim(0, 0), k = a.integer(3), shared = a.dim(0, 1) - k, experts = a.dim(2, 1) - (shared > 0 ? kGateColumns : 0);
+    const int64_t tokens = a.dim(0, 0), k = a.integer(3), shared = a.dim(0, 1) - k,
+                  experts = a.dim(2, 1) - (shared > 0 ? kGateColumns : 0);
     SPARK_CHECK(a.dim(1, 0) == tokens && a.dim(1, 1) == k + shared && a.dim(2, 0) == tokens && k <= experts && shared >= 0 &&
                 tokens < (1 << 30));
     if (tokens == 0 || k + shared == 0) return cudaSuccess;
