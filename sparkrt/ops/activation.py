@@ -11,11 +11,15 @@ _LARGEST = 80.0  # e^80 is finite in float32, and sigmoid(-80) is 0 for every pu
 
 
 def silu(x: Array, out: Array | None = None) -> Array:
-    """x * sigmoid(x). exp may overflow to inf for very negative x: x / inf is the right limit, so it is not worth a clip."""
-    with np.errstate(over="ignore"):
-        e = np.exp(-x)
-    e += 1
-    y: Array = np.divide(x, e, out=e if out is None else out)
+    """x * sigmoid(x)."""
+    y: Array = np.divide(x, e := _one_and_exp(x), out=e if out is None else out)
+    return y
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), exact to rounding also where it is tiny (a tanh form is not)."""
+    e = _one_and_exp(x)
+    y: Array = np.reciprocal(e, out=e)
     return y
 
 
@@ -25,19 +29,18 @@ def softplus(x: Array) -> Array:
     return y
 
 
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), exact to rounding also where it is tiny (a tanh form is not)."""
-    y: Array = np.exp(-softplus(-x))
-    return y
-
-
 def times_sigmoid(x: Array, gate: Array, out: Array) -> None:
-    """out = x · sigmoid(gate), as x / (1 + e^-gate) without overflow; `out` may be x."""
-    t = np.negative(gate)
-    np.minimum(t, _LARGEST, out=t)
-    np.exp(t, t)
-    t += 1.0
-    np.divide(x, t, out)
+    """out = x · sigmoid(gate); `out` may be x."""
+    np.divide(x, _one_and_exp(gate), out)
+
+
+def _one_and_exp(x: Array) -> Array:
+    """1 + e^-x. Clipped, because a guard against overflow (errstate) costs more than a pass over a step's few elements."""
+    e = np.maximum(x, -_LARGEST)
+    np.negative(e, e)
+    np.exp(e, e)
+    e += 1
+    return e
 
 
 def swiglu(out: Array, gate_up: Array) -> None:

@@ -73,22 +73,25 @@ def router_topk(weights: Array, ids: Array, logits: Array, top: int, renormalize
     T=7 E=256 top=8 renormalize shared=1; T=3 E=40 top=4 shared=3
     bench: T=16 E=8 top=2 renormalize; T=512 E=256 top=8 renormalize
     """
-    if ids.shape[1] > top:
-        logits, gates = np.split(logits, [logits.shape[1] - GATE_COLUMNS], 1)
-        weights[:, top:] = sigmoid(gates[:, :1])
-        ids[:, top:] = np.arange(logits.shape[1], logits.shape[1] + ids.shape[1] - top)
-        weights = weights[:, :top]
-    left = logits.copy()  # `top` rounds of argmax, which takes the lowest of equals
+    shared = ids.shape[1] - top
+    experts = logits.shape[1] - (GATE_COLUMNS if shared else 0)
+    if shared:
+        weights[:, top:] = sigmoid(logits[:, experts : experts + 1])
+        ids[:, top:] = np.arange(experts, experts + shared)
+    left = logits[:, :experts].copy()  # `top` rounds of argmax, which takes the lowest of equals
     rows = np.arange(len(logits))
     for j in range(top):
         best = left.argmax(1)
         ids[:, j] = best
-        weights[:, j] = logits[rows, best]
-        left[rows, best] = -np.inf
-    largest = weights[:, :1].copy()
-    np.exp(weights - largest, out=weights)
-    total = weights if renormalize else np.exp(logits - largest)
-    weights /= np.add.reduce(total, 1, keepdims=True)
+        weights[:, j] = left[rows, best]
+        if j + 1 < top:
+            left[rows, best] = -np.inf
+    shares = weights[:, :top]
+    largest = shares[:, :1].copy()
+    shares -= largest
+    np.exp(shares, out=shares)
+    total = shares if renormalize else np.exp(logits[:, :experts] - largest)
+    shares /= np.add.reduce(total, 1, keepdims=True)
 
 
 def moe_experts(
