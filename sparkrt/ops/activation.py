@@ -36,7 +36,7 @@ def times_sigmoid(x: Array, gate: Array, out: Array) -> None:
 
 def _one_and_exp(x: Array) -> Array:
     """1 + e^-x. Clipped, because a guard against overflow (errstate) costs more than a pass over a step's few elements."""
-    e = np.maximum(x, -_LARGEST)
+    e: Array = np.maximum(x, -_LARGEST)
     np.negative(e, e)
     np.exp(e, e)
     e += 1
