@@ -75,7 +75,7 @@ class LLM:
         Without `sampling_params` the model's defaults hold, with 16 tokens if it names no length; a list gives each its own.
         `priority` has one number for each prompt: lower ones go first (`scheduling_policy="priority"`).
         """
-        todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts) else prompts
+        todo: Any = [prompts] if isinstance(prompts, (str, Mapping)) or _is_ids(prompts, "prompts") else prompts
         salts = [prompt.get("cache_salt") if isinstance(prompt, Mapping) else None for prompt in todo]
         return self._generate([self._encode(prompt) for prompt in todo], sampling_params, use_tqdm, priority, salts)
 
@@ -97,7 +97,8 @@ class LLM:
         """
         check_kwargs(kwargs := chat_template_kwargs or {})  # before they become keyword arguments, where some would clash
         given, prompts = None if tools is None else list(tools), list[tuple[str | None, Sequence[int]]]()
-        for chat in [messages] if not messages or isinstance(messages[0], Mapping) else messages:
+        one = not len(_list(messages, "messages")) or isinstance(messages[0], Mapping)
+        for chat in [messages] if one else messages:
             text = self._template.render(chat, given, add_generation_prompt, continue_final_message, **kwargs)
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._generate(prompts, sampling_params or self._open_ended(), use_tqdm)
@@ -112,7 +113,7 @@ class LLM:
         No text, no stop strings, no log-probabilities: RequestError where they are asked for. A loop reserves its `max_tokens`,
         unless given the rest of the context: CapacityError where other loops hold too much of it.
         """
-        one = not len(prompt_ids) or _is_ids(prompt_ids)
+        one = _is_ids(prompt_ids, "prompt_ids") or not len(prompt_ids)
         return DecodeLoop(self, prompt_ids, sampling_params) if one else BatchDecodeLoop(self, prompt_ids, sampling_params)
 
     def _loop_request(self, prompt_ids: Ids, sampling_params: SamplingParams | None) -> EngineRequest:
@@ -163,11 +164,15 @@ class LLM:
         salts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        ranks = [0] * len(prompts) if priority is None else list(priority)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        ranks = [0] * len(prompts) if priority is None else _list(priority, "priority")
         for name, given in (("sampling_params", each), ("priority", ranks)):
             if len(given) != len(prompts):
                 raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
+        if wrong := [type(chosen).__name__ for chosen in each if not isinstance(chosen, SamplingParams)]:
+            raise RequestError(
+                f"sampling_params: expected SamplingParams or a list of them, got {wrong[0]}", param="sampling_params"
+            )
         results, requests, answers = list[RequestOutput](), list[EngineRequest](), dict[str, Answer]()
         for (text, ids), chosen, rank, salt in zip(prompts, each, ranks, salts or [None] * len(prompts), strict=True):
             name, thinks = str(next(self._ids)), self._thinks(text, ids, chosen)
@@ -221,8 +226,15 @@ class LLM:
         self.close()
 
 
-def _is_ids(value: Any) -> bool:
-    return len(value) > 0 and isinstance(value[0], Integral)
+def _list(value: Any, name: str) -> Any:
+    """`value`, which can be counted and indexed. RequestError otherwise."""
+    if isinstance(value, (str, Mapping)) or not hasattr(value, "__getitem__"):
+        raise RequestError(f"{name} must be a list, got {type(value).__name__}", param=name)
+    return value
+
+
+def _is_ids(value: Any, name: str) -> bool:
+    return len(_list(value, name)) > 0 and isinstance(value[0], Integral)
 
 
 @contextmanager

@@ -165,6 +165,22 @@ def test_bad_input_runs_nothing(llm):
     assert llm.core.stats().steps == 0
 
 
+@pytest.mark.parametrize("wrong", [None, 5, (text for text in "ab")], ids=["none", "number", "generator"])
+def test_what_is_no_list_is_named(llm, wrong):
+    calls = {
+        "prompts": lambda: llm.generate(wrong),
+        "messages": lambda: llm.chat(wrong),
+        "prompt_ids": lambda: llm.decode_loop(wrong),
+        "priority": lambda: llm.generate([[1], [2]], SamplingParams(**GREEDY), priority=wrong if wrong is not None else 5),
+        "sampling_params": lambda: llm.generate([[1]], wrong if wrong is not None else {"temperature": 0}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RequestError, match=name) as caught:
+            call()
+        assert caught.value.param == name
+    assert not llm.core.has_work
+
+
 def test_a_failure_is_raised_and_leaves_nothing_behind(llm):
     llm.core.model.fail_launch = OutOfMemory("scratch")
     with pytest.raises(SparkrtError, match="request 0 failed: OutOfMemory: scratch"):
