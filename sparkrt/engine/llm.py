@@ -164,7 +164,7 @@ class LLM:
         salts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         params = sampling_params or self.get_default_sampling_params()
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         ranks = [0] * len(prompts) if priority is None else _list(priority, "priority")
         for name, given in (("sampling_params", each), ("priority", ranks)):
             if len(given) != len(prompts):
