@@ -189,6 +189,12 @@ def test_refusals_come_before_the_first_byte(tiny: Server, schema: Any, stream: 
     tiny.check_alive()
 
 
+def told(chunks: list[Any]) -> tuple[str, Any]:
+    """What a stream said, and why it ended."""
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
 def test_expensive_patterns_beside_a_stream(tiny: Server) -> None:
     """J02: each is answered or refused, and who streams meanwhile gets what they would have got."""
     body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -202,7 +208,7 @@ def test_expensive_patterns_beside_a_stream(tiny: Server) -> None:
             shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
             asked = {"messages": [{"role": "user", "content": "hi"}], "response_format": shape, "max_tokens": 5}
             assert tiny.http.post(CHAT, json=asked).status_code in (200, 400)
-        assert [chunk["choices"] for chunk in beside.result()] == [chunk["choices"] for chunk in alone]
+        assert told(beside.result()) == told(alone)  # where the chunks are cut depends on who is waiting when
     tiny.check_alive()
 
 
