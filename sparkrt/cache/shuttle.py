@@ -111,10 +111,8 @@ class Shuttle:
                 self._pack[piece.kind](piece.place, buffer.offset(at), self._steps)
             backend.record_event(self._gathered, self._steps)
             backend.stream_wait_event(self._stream, self._gathered)
-            for piece, at in load:
-                for view in self.views(piece.kind, piece.chunks):
-                    backend.copy_d2h(view, buffer.offset(at), self._stream)
-                    at += view.nbytes
+            for at, view in self._transfers(load):
+                backend.copy_d2h(view, buffer.offset(at), self._stream)
             backend.record_event(left, self._stream)
             self._used[self._turn] = True
         return self._give_ticket()
@@ -125,12 +123,10 @@ class Shuttle:
         backend.record_event(self._ready, self._steps)
         backend.stream_wait_event(self._stream, self._ready)  # whoever had those blocks and slots is done with them
         for load in self._loads(pieces):
+            for at, view in self._transfers(load):
+                backend.copy_h2d(self._inward.offset(at), view, self._stream)
             for piece, at in load:
-                source = self._inward.offset(at)
-                for view in self.views(piece.kind, piece.chunks):
-                    backend.copy_h2d(self._inward.offset(at), view, self._stream)
-                    at += view.nbytes
-                self._unpack[piece.kind](piece.place, source, self._stream)
+                self._unpack[piece.kind](piece.place, self._inward.offset(at), self._stream)
         return self._give_ticket()
 
     def done(self, ticket: int) -> bool:
@@ -165,9 +161,9 @@ class Shuttle:
         return self._ticket
 
     def _loads(self, pieces: Sequence[Piece]) -> Iterator[list[tuple[Piece, int]]]:
-        """Cut them into what a staging buffer holds, each with its offset there."""
+        """Cut them into what a staging buffer holds, each with its offset there, in the order of the arena."""
         load, at = list[tuple[Piece, int]](), 0
-        for piece in pieces:
+        for piece in sorted(pieces, key=lambda piece: [*piece.chunks]):
             if at + self._sizes[piece.kind] > self._stage_bytes:
                 yield load
                 load, at = [], 0
@@ -175,6 +171,19 @@ class Shuttle:
             at += self._sizes[piece.kind]
         if load:
             yield load
+
+    def _transfers(self, load: Sequence[tuple[Piece, int]]) -> Iterator[tuple[int, np.ndarray]]:
+        """(offset in the staging buffer, bytes of the arena), in as few pieces as the chunks of a load lie in: a copy is 4 us."""
+        first, start, stop = 0, 0, 0
+        for piece, offset in load:
+            for begin, size in self._runs(piece.kind, piece.chunks):
+                if begin != stop and stop > start:
+                    yield first, self._arena[start:stop]
+                if begin != stop or stop == start:
+                    first, start = offset, begin
+                stop, offset = begin + size, offset + size
+        if stop > start:
+            yield first, self._arena[start:stop]
 
     def _runs(self, kind: Kind, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) in the arena of a record's runs of neighbouring chunks."""

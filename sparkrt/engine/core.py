@@ -198,11 +198,11 @@ class EngineCore:
         while preempted is None or preempted:
             self._recount()
             preempted, grown = self.scheduler.make_room()
-            for job in grown:
+            for i, job in enumerate(grown):
                 try:
                     assert job.seq is not None
+                    self.reuse.make_room(len(grown) - i)  # for all at once: what is spilled together costs less
                     self.reuse.grown(job, (job.blocks - 1) * self.model.options.page_size)
-                    self.reuse.make_room(1)
                     self.model.grow(job.seq, self._capacity(job))
                 except BaseException as error:
                     self.scheduler.not_grown(job)
