@@ -81,7 +81,7 @@ class Scheduler:
             missing = reserve - (self.free_blocks - self._promised) - blocks
             for victim in victims_of_rank(head, chain(self._decoding, self._prefilling), missing, 1 - self.free_slots - slots):
                 released += self._preempt(victim)
-        return released, grown
+        return released, [job for job in grown if job.blocks]  # unless it was displaced at once
 
     def not_grown(self, job: Job) -> None:
         """It could not be given the block that `make_room` found, and is about to end."""

@@ -177,3 +177,16 @@ def test_nobody_is_displaced_in_vain():
     scheduler.add(job_of("huge", 120, 16))
     assert scheduler.make_room() == ([], [])  # without the small one there would still be no room
     assert scheduler.admit() is None
+
+
+def test_who_is_displaced_in_the_step_in_which_it_would_grow_does_not_grow():
+    scheduler = Scheduler(limits(blocks=4), by_priority=True)
+    scheduler.forecast.share = 0.0
+    scheduler.add(job := job_of("job", 16, 40, priority=1))
+    assert scheduler.admit() is job
+    for _ in range(17):
+        step(scheduler)
+    scheduler.add(urgent := job_of("urgent", 60, 4))
+    assert scheduler.make_room() == ([job], [])
+    assert scheduler.admit() is urgent
+    scheduler.check_integrity()
