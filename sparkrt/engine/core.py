@@ -113,7 +113,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        work = self._requests or self._outbox or self._in_flight or self.reuse.busy
+        work = self._requests or self._outbox or self._in_flight or self._loading or self.reuse.busy
         return bool(work) or (self._fatal is not None and not self._closed)
 
     @property

@@ -155,6 +155,8 @@ def test_aborts_while_pages_come_back_leave_nothing(ahead, tmp_path):
         for r in first:
             ask(core, r)
         settled(core)
+        if moment % 2:
+            core.add(request("other", [7], 40))  # then nobody waits for the copies
         core.add(request("again", first[0].prompt_ids, 5))
         for _ in range(moment):
             core.step()
@@ -162,7 +164,7 @@ def test_aborts_while_pages_come_back_leave_nothing(ahead, tmp_path):
         if moment % 3 == 2:
             core.reset_prefix_cache()
             core.check_integrity()
-        core.abort(["again"])
+        core.abort(["again", "other"])
         settled(core)
         idle(core, model)
         core.close()
