@@ -191,6 +191,11 @@ class PrefixCache:
             lease.answer = position
         return slot
 
+    def forgo(self, lease: Lease, position: int) -> None:
+        """The state of an answer did not get to the slot that `follow` gave for it."""
+        self._free.append(lease.states.pop(position))
+        lease.answer = None
+
     # --- growth and end ---------------------------------------------------------------------------------------------------
     def insert(self, lease: Lease, ids: Sequence[int] | np.ndarray, blocks: Sequence[int], valid: int) -> None:
         """Pages and snapshots of the first `valid` tokens, proven computed, become part of the tree."""

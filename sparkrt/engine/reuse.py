@@ -156,7 +156,11 @@ class Reuse:
         if self.cache is None or job.lease is None or job.seq is None or position % GRID:
             return
         if (slot := self.cache.follow(job.lease, position)) is not None:
-            self._copy_state(job.seq, slot)
+            try:
+                self._copy_state(job.seq, slot)
+            except BaseException:
+                self.cache.forgo(job.lease, position)
+                raise
 
     def read(self, job: Job) -> None:
         """A slice of its prompt was computed: others may use it from now on."""

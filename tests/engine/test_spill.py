@@ -192,7 +192,9 @@ def test_a_reset_forgets_what_was_spilled(ahead, tmp_path):
 @DEPTHS
 @pytest.mark.parametrize("what", ["new_sequence", "grow", "snapshot", "launch", "collect"])
 def test_any_failure_at_any_time_leaves_nothing(ahead, what):
-    """Fail the n-th call, for every n: everything comes back, and who was not part of it gets the whole answer."""
+    """Fail the n-th call, for every n: everything comes back, who was not part of it gets the whole answer, and so does who
+    goes on behind what is cached by then.
+    """
     requests = [request(str(i), [*range(70 + 64 * (i % 4)), i % 4], 70) for i in range(8)]
     n, happened = 0, True
     while happened:
@@ -209,9 +211,14 @@ def test_any_failure_at_any_time_leaves_nothing(ahead, what):
         happened = len(calls) > n
         for r in requests:
             assert ends[r.request_id].finish_reason == "error" or tokens[r.request_id] == alone(r)
+        delattr(model, what)
+        core.reuse._copy_state = model.snapshot
+        for r in requests:
+            again = request(f"{r.request_id} again", [*r.prompt_ids, *alone(r)], 2)
+            assert ask(core, again)[0] == [alone(again)]
         idle(core, model)
         core.close()
-        n += 23 if what in ("launch", "collect") else 3
+        n += 5 if what in ("launch", "collect") else 1
     assert n > 4
 
 
