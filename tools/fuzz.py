@@ -40,7 +40,7 @@ from sparkrt.text.assembler import TextAssembler
 from sparkrt.text.grammar import Grammars, body_of, grammar_of
 from sparkrt.text.reasoning import ReasoningFormat, ThoughtCounter
 from sparkrt.text.reply import ReplyParser
-from sparkrt.text.template import ChatTemplate
+from sparkrt.text.template import ChatTemplate, check_kwargs
 from sparkrt.text.tokenizer import Tokenizer
 from sparkrt.text.tools import FORMATS, tool_format
 from sparkrt.text.tools.calls import Tool, read_tools
@@ -158,7 +158,8 @@ def templates(data: st.DataObject) -> None:
     with suppress(RequestError, LoadError):
         assert "<class" not in ChatTemplate({"default": text}, {"bos_token": "<s>"}).render(messages)
     with suppress(RequestError):
-        BUNDLED.render(messages, data.draw(JSON), **{name: value for name, value in more.items() if name.isidentifier()})
+        check_kwargs(more)
+        BUNDLED.render(messages, data.draw(JSON), **more)
 
 
 KINDS = [p.ChatBody, p.CompletionBody, p.MessagesBody, p.TokenizeBody, p.DetokenizeBody, p.CountTokensBody]

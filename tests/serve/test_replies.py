@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.harness import Server
+from tests.rigs import r1
+from tests.serve.conftest import THINKING_TEMPLATE
+from tests.serve.harness import Server, running
 
 CHAT = "/v1/chat/completions"
 TOOLS: list[Any] = [
@@ -47,7 +50,10 @@ def message_of(choices: list[Any]) -> dict[str, Any]:
 def ask(server: Server, script: str, by_bytes: bool = True, **body: Any) -> dict[str, Any]:
     """The message, the same whole and streamed; "" and [] where there is nothing."""
     text = f"⟪{script}⟫" if by_bytes else f"⟦{script}⟧"
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2000, **body}
+    return both(server, {"messages": [{"role": "user", "content": text}], "max_tokens": 2000, **body})
+
+
+def both(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     [choice] = server.post(CHAT, body)["choices"]
     whole = {name: choice["message"].get(name) or "" for name in ("content", "reasoning", "reasoning_content")}
     assert "content" in choice["message"]
@@ -186,3 +192,27 @@ def test_several_choices_and_logprobs(echo: Server) -> None:
         choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert len(message_of(choices)["tool_calls"]) == 2
         assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) == count
+
+
+def test_a_model_that_recites(tmp_path: Path) -> None:
+    """T01, T03, T14, U01 by a real engine: a token for each byte of an emoji, and limits and stop strings all over the answer."""
+    thought, text = "\nIs 🎉 < 5?\n", "\n\nI'll see, 你é.\n\n"
+    call = '\n<function=f>\n<parameter=n>\n5.0\n</parameter>\n<parameter=s>\n"x"\n</parameter>\n</function>\n'
+    parts = ["<think>", thought, "</think>", text, "<tool_call>", call, "</tool_call>"]
+    _, ids, _ = r1(tmp_path, parts, cuts=range(5, 9))
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE, encoding="utf-8")
+    body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 300, "temperature": 0, "tools": TOOLS}
+    with running(str(tmp_path), "--chat-template", str(template)) as server:
+        whole = both(server, body)
+        assert (whole["reasoning"], whole["content"], whole["finish_reason"]) == ("Is 🎉 < 5?", "I'll see, 你é.", "tool_calls")
+        assert whole["tool_calls"] == [{"name": "f", "arguments": '{"n": 5, "s": "\\"x\\""}'}]
+        for limit in range(1, len(ids), 7):
+            found = both(server, {**body, "max_tokens": limit})
+            assert found["finish_reason"] == "length"
+            assert all(whole[name].startswith(found[name].rstrip("�")) for name in ("reasoning", "content"))
+        said = "".join(parts)
+        for at in range(0, len(said), 9):
+            for length in (1, 4):
+                found = both(server, {**body, "stop": said[at : at + length]})
+                assert all(whole[name].startswith(found[name]) for name in ("reasoning", "content"))
