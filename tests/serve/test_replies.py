@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,10 @@ def test_thinking_content_and_two_calls(echo: Server, by_bytes: bool) -> None:
 def test_calls_that_are_cut(echo: Server) -> None:
     """T01: at every token."""
     whole = ask(echo, CALLS, tools=TOOLS)["tool_calls"]
-    for limit in range(1, len(CALLS.encode()), 3):
-        found = ask(echo, CALLS, tools=TOOLS, max_tokens=limit)
+    limits = range(1, len(CALLS.encode()), 3)
+    with ThreadPoolExecutor(8) as pool:
+        cut = list(pool.map(lambda limit: ask(echo, CALLS, tools=TOOLS, max_tokens=limit), limits))
+    for found in cut:
         assert (found["finish_reason"], found["content"]) == ("length", "")
         for part, call in zip(found["tool_calls"], whole, strict=False):
             assert part["name"] == call["name"]
@@ -165,9 +168,9 @@ def test_tokens_of_thinking_are_counted(echo: Server, stream: bool) -> None:
 def test_stop_strings_beside_thinking(echo: Server) -> None:
     """T14: one that is not met changes nothing, whatever its length."""
     expected = ask(echo, SCRIPT, tools=TOOLS)
-    for length in range(1, 13):
-        for stop in ("Q" * length, "</thinkQ>_____"[:length] + "Q", "ink>\nQ______"[:length] + "Q"):
-            assert ask(echo, SCRIPT, tools=TOOLS, stop=stop) == expected
+    stops = [text[:length] + "Q" for length in range(1, 13) for text in ("Q" * 12, "</thinkQ>_____", "ink>\nQ______")]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found == expected for found in pool.map(lambda stop: ask(echo, SCRIPT, tools=TOOLS, stop=stop), stops))
     met = ask(echo, SCRIPT, tools=TOOLS, stop="see")
     assert (met["content"], met["tool_calls"], met["finish_reason"]) == ("I'll ", [], "stop")
     within = ask(echo, SCRIPT, tools=TOOLS, stop="你")  # inside an argument: that call is not over
@@ -196,7 +199,7 @@ def test_several_choices_and_logprobs(echo: Server) -> None:
 
 def test_a_model_that_recites(tmp_path: Path) -> None:
     """T01, T03, T14, U01 by a real engine: a token for each byte of an emoji, and limits and stop strings all over the answer."""
-    thought, text = "\nIs 🎉 < 5?\n", "\n\nI'll see, 你é.\n\n"
+    thought, text = "\nIs 🎉 < 5?\n", "\n\nWell你é, I'll see.\n\n"
     call = '\n<function=f>\n<parameter=n>\n5.0\n</parameter>\n<parameter=s>\n"x"\n</parameter>\n</function>\n'
     parts = ["<think>", thought, "</think>", text, "<tool_call>", call, "</tool_call>"]
     _, ids, _ = r1(tmp_path, parts, cuts=range(5, 9))
@@ -205,14 +208,18 @@ def test_a_model_that_recites(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 300, "temperature": 0, "tools": TOOLS}
     with running(str(tmp_path), "--chat-template", str(template)) as server:
         whole = both(server, body)
-        assert (whole["reasoning"], whole["content"], whole["finish_reason"]) == ("Is 🎉 < 5?", "I'll see, 你é.", "tool_calls")
+        assert (whole["reasoning"], whole["content"]) == ("Is 🎉 < 5?", "Well你é, I'll see.")
         assert whole["tool_calls"] == [{"name": "f", "arguments": '{"n": 5, "s": "\\"x\\""}'}]
         for limit in range(1, len(ids), 7):
             found = both(server, {**body, "max_tokens": limit})
             assert found["finish_reason"] == "length"
             assert all(whole[name].startswith(found[name].rstrip("�")) for name in ("reasoning", "content"))
         said = "".join(parts)
-        for at in range(0, len(said), 9):
-            for length in (1, 4):
-                found = both(server, {**body, "stop": said[at : at + length]})
-                assert all(whole[name].startswith(found[name]) for name in ("reasoning", "content"))
+        for part in (thought, text):
+            for at in range(1, len(part) - 4, 3):
+                for stop in (part[at], part[at : at + 4]):
+                    if said.index(stop) < said.index(part):
+                        continue  # it ends the answer before
+                    found = both(server, {**body, "stop": stop})
+                    assert found["finish_reason"] == "stop"
+                    assert all(whole[name].startswith(found[name]) for name in ("reasoning", "content"))
