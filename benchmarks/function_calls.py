@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 
 PARALLEL, LIMIT, PATIENCE = 8, 256, 300.0  # requests at once, tokens of an answer, s
 
@@ -36,7 +37,15 @@ def score(url: str, dialogues: list[dict[str, Any]], tool_choice: str) -> dict[s
         calls = list(pool.map(lambda dialogue: first_call(http, dialogue, tool_choice), dialogues))
     wanted = [(dialogue["expected"]["name"], dialogue["expected"]["arguments"]) for dialogue in dialogues]
     named = sum(call[0] == right[0] for call, right in zip(calls, wanted, strict=True))
-    return {"dialogues": len(dialogues), "right_function": named, "right_arguments": sum(map(tuple.__eq__, calls, wanted))}
+    valid = sum(fits(*call, dialogue["tools"]) for call, dialogue in zip(calls, dialogues, strict=True))
+    right = sum(map(tuple.__eq__, calls, wanted))
+    return {"dialogues": len(dialogues), "right_function": named, "right_arguments": right, "valid_arguments": valid}
+
+
+def fits(name: str | None, arguments: Any, tools: list[dict[str, Any]]) -> bool:
+    """Whether a tool of this name was offered and its schema allows the arguments."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    return name in schemas and jsonschema.Draft202012Validator(schemas[name]).is_valid(arguments)
 
 
 def main() -> int:
