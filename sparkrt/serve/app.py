@@ -28,6 +28,7 @@ from sparkrt.serve.generate import generate
 from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
 from sparkrt.serve.keys import KeyGuard
 from sparkrt.serve.openapi import document
+from sparkrt.serve.page import page_routes
 from sparkrt.serve.responses import routes as responses
 from sparkrt.serve.serving import Serving
 
@@ -244,4 +245,5 @@ def build_app(serving: Serving, log_to: TextIO | None = None) -> Starlette:
         around.append(Middleware(CORSMiddleware, expose_headers=["x-request-id"], **rules))
     if args.api_keys:  # inside: a browser's preflight request brings no key
         around.append(Middleware(KeyGuard, keys=args.api_keys))
+    routes += page_routes()
     return Starlette(routes=routes, middleware=around, exception_handlers={HTTPException: _no_route})

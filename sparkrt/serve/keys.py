@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable
 from hashlib import sha256
 from itertools import repeat
@@ -12,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparkrt.serve.http import error_body, json_response
 
-OPEN_TO_ALL = ("/health", "/ready")  # load balancers carry no key
+# load balancers carry no key; the page must be there to ask for one
+OPEN_TO_ALL = re.compile(r"/(health|ready|(page/[\w.]+)?)")
 
 
 class KeyGuard:
@@ -27,7 +29,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http"
-            or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_TO_ALL
+            or OPEN_TO_ALL.fullmatch(scope["path"].removeprefix(scope.get("root_path", "")))
             or self._knows(Headers(scope=scope))
         ):
             await self._app(scope, receive, send)

@@ -50,7 +50,7 @@ def document(operations: Sequence[tuple[Any, ...]]) -> JSON:
             entry["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         if "query" in about:
             entry.setdefault("parameters", []).extend({"name": n, "in": "query", **rest} for n, rest in about["query"].items())
-        entry["security"] = [] if path in OPEN_TO_ALL else [{}, *({name: []} for name in _KEYS)]
+        entry["security"] = [] if OPEN_TO_ALL.fullmatch(path) else [{}, *({name: []} for name in _KEYS)]
         entry["responses"] = _responses(path, (body, answer), schemas, words["errors"], about)
         paths.setdefault(path, {})[method.lower()] = entry
     info = {"title": "sparkrt", "version": VERSION, "description": words["info"]["description"]}
@@ -104,7 +104,7 @@ def _responses(path: str, row: tuple[Any, Any], schemas: JSON, texts: JSON, abou
         found += ["404"] if "model" in asked or "{" in path else []
         said = {status: texts[status] for status in found} | about.get("errors", {})
         statuses |= {status: {"description": text, "content": wrong} for status, text in said.items()}
-    if path not in OPEN_TO_ALL:
+    if not OPEN_TO_ALL.fullmatch(path):
         statuses["401"] = {"description": texts["401"], "content": {"application/json": {"schema": schemas[p.ErrorBody]}}}
     return dict(sorted(statuses.items()))
 

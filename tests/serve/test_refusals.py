@@ -317,7 +317,8 @@ def test_compressed_bodies(tiny: Server) -> None:
 def test_routes_and_methods(tiny: Server) -> None:
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/", 405),
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/health", 405),
         ("PUT", CHAT, 405),
