@@ -170,7 +170,8 @@ class World:
             except (StopIteration, OutOfMemory, SparkrtError):
                 over = True
             if over:
-                loop.close()
+                with suppress(OutOfMemory):
+                    loop.close()
                 loops.remove(loop)
 
     def _fallible(self, call: Callable[..., Any], late: bool, armed: Callable[[], bool]) -> Callable[..., Any]:

@@ -434,10 +434,12 @@ class EngineCore:
         if self._stepping:
             self._forgotten += jobs
         elif held := [job for job in jobs if job in self.scheduler.admitted]:
-            self.settle()
-            for job in held:
-                if not job.finished:
-                    self._end(job, "abort")
+            try:
+                self.settle()
+            finally:  # whatever that brings
+                for job in held:
+                    if not job.finished:
+                        self._end(job, "abort")
 
     def stats(self) -> EngineStats:
         self._recount()

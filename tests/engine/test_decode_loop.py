@@ -165,6 +165,17 @@ def test_a_failure_met_by_somebody_else_ends_the_loop_with_an_error():
     idle(core, model)
 
 
+def test_a_failure_met_on_closing_keeps_nothing():
+    """Of two rows one is in the step that fails, the other's prompt waits for its turn."""
+    core, model = engine(ahead=True, model=FakeModel(budget=64))
+    loop = loops_of(core, [request("a", range(64), 9), request("b", range(600), 9)])
+    core.step(loop._outbox)
+    model.fail_collect = OutOfMemory("scratch")
+    with pytest.raises(OutOfMemory):
+        loop.close()
+    idle(core, model)
+
+
 @DEPTHS
 def test_a_loop_collected_as_garbage_during_a_step_waits_for_its_end(ahead):
     core, model = engine(ahead)
