@@ -2,9 +2,9 @@
 
     python -m tools.hot_and_cold [--runs 100] [--seed 0]
 
-Every request is also answered alone, by an engine without a prefix cache. The other engine shares, evicts, preempts, spills, aborts
-and begins again over a disk, with random budgets and too little room. In float32, on the bundled model and on R2, a random one in
-which a wrong state shows (tools/rigs.py). What fails is printed with its seed, and the exit status is 1.
+Every request is also answered alone, by an engine without a prefix cache. The other engine shares, evicts, preempts, spills,
+aborts and begins again over a disk, with random budgets and too little room. In float32, on the bundled model and on R2, a random
+one in which a wrong state shows (tools/rigs.py). What fails is printed with its seed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Answer:
         assert self.end == cold.end or self.end == "abort", f"{name} ended with {self.end}"
         assert self.tokens == cold.tokens[: n if self.end == "abort" else None], f"{name}: {self.tokens}, cold {cold.tokens}"
         worst = max((abs(a - b) for a, b in zip(self.logprobs, cold.logprobs, strict=False)), default=0.0)
-        assert len(self.logprobs) == n and worst <= 1e-4, f"{name}: log-probabilities differ by {worst}"
+        assert len(self.logprobs) == n
+        assert worst <= 1e-4, f"{name}: log-probabilities differ by {worst}"
 
 
 class Twins:
