@@ -4,7 +4,7 @@
 
 Every request is also answered alone, by an engine without a prefix cache. The other engine shares, evicts, preempts, spills,
 aborts and begins again over a disk, with random budgets and too little room. In float32, on the bundled model and on R2, a random
-one in which a wrong state shows (tools/rigs.py). What fails is printed with its seed, and the exit status is 1.
+one in which a wrong state shows (tests/rigs.py). What fails is printed with its seed, and the exit status is 1.
 """
 
 from __future__ import annotations
