@@ -342,6 +342,10 @@ def test_it_is_accessible(open_page: Opener, scheme: Any, width: int) -> None:
     if width < 1000:
         assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing is cut off
         page.get_by_role("button", name="Settings", exact=True).click()
+        audit(page)
+        expect(page.get_by_role("button", name="Close")).to_be_focused()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="Settings", exact=True)).to_be_focused()
     audit(page)
     expect(page.get_by_role("status").filter(has_text="link and code")).to_have_count(1)  # read out once, when complete
 

@@ -15,6 +15,8 @@ const EXAMPLE_TOOL = {
   },
 };
 
+const WIDE = matchMedia("(min-width: 64.01rem)"); // else settings are a drawer over the conversation
+
 let messages = [], views = [], running = null; // the AbortController of the answer that is coming
 const ask = $("ask"), log = $("log"), settings = $("settings");
 
@@ -202,11 +204,16 @@ ask.addEventListener("keydown", (event) => {
   $("form").requestSubmit();
 });
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running && !event.defaultPrevented) stop();
+  if (event.key !== "Escape" || event.defaultPrevented) return;
+  if (running) stop();
+  else if (!$("side").hidden && !WIDE.matches) $("side-close").click();
 });
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", () => (cut(0), save(), ask.focus()));
-$("side-button").addEventListener("click", () => openSide($("side").hidden));
+$("side-button").addEventListener("click", () => {
+  openSide($("side").hidden);
+  if (!WIDE.matches) $("side-close").focus(); // the button is below the drawer now
+});
 $("side-close").addEventListener("click", () => (openSide(false), $("side-button").focus()));
 $("key-cancel").addEventListener("click", () => $("key").close());
 $("as-new").addEventListener("click", () => (settings.reset(), settings.dispatchEvent(new Event("input"))));
@@ -234,7 +241,7 @@ addEventListener("back", greet);
 
 load();
 document.documentElement.dataset.theme = settings.elements.theme.value;
-openSide(matchMedia("(min-width: 64rem)").matches);
+openSide(WIDE.matches);
 show();
 log.scrollTop = log.scrollHeight;
 startPanel();

@@ -48,7 +48,7 @@ function answered(message, actions) {
   const text = el("div", { class: "prose" }), calls = el("div", { class: "calls" }), trouble = el("div");
   const stats = el("span", { class: "stats" });
   const again = el("button", { type: "button", class: "quiet", "aria-label": "Answer anew", click: actions.regenerate }, "Regenerate");
-  const foot = el("footer", {}, again, copyButton(() => message.content, "the answer"), stats);
+  const copy = copyButton(() => message.content, "the answer"), foot = el("footer", {}, again, copy, stats);
   const root = el("article", { class: "turn assistant", "aria-label": "Answer" }, heading("Answer"), thinking, text, calls, trouble, foot);
 
   root.update = () => {
@@ -65,6 +65,7 @@ function answered(message, actions) {
     calls.replaceChildren(...message.calls.map(called));
     trouble.replaceChildren(...(message.error ? [failed(message.error, actions)] : []));
     foot.hidden = busy;
+    copy.hidden = !message.content;
     stats.textContent = facts(message).join(" · ");
   };
   root.spoken = () => [text, calls].map((part) => part.innerText).join("\n").trim();
