@@ -79,8 +79,7 @@ class PrefixCache:
         self.spill, self.tree.chain = spill, None if spill is None else spill.chain
         self._slots, self._free = tuple(slots), list(reversed(slots))
         self._open: dict[int, Lease] = {}
-        self._with_state: dict[Node, None] = {}
-        self._clock = 0
+        self._with_state: dict[Node, None] = {}  # the least recently used first
 
     @property
     def slots(self) -> int:
@@ -144,10 +143,10 @@ class PrefixCache:
         What is spilled of it must be in host memory; the lease holds it until `restored`.
         """
         self.tree.pin(match.nodes)
-        self._clock += 1
         for node in match.nodes:
             if node.state is not None and node.state == match.state:
-                node.state_used = self._clock
+                del self._with_state[node]
+                self._with_state[node] = None
         self.stats.queries += tokens
         self.stats.hits += match.resume
         lease = Lease(root, list(match.nodes))
@@ -283,13 +282,11 @@ class PrefixCache:
         if node is None or node.parent is None or node.state is not None:
             self._free.append(slot)
             return
-        self._clock += 1
-        node.state, node.state_used = slot, self._clock
+        node.state = slot
         self._with_state[node] = None
 
     def _evict_state(self) -> None:
-        if self._with_state:
-            oldest = min(self._with_state, key=lambda node: (node.state_used, node.depth))
+        if (oldest := next(iter(self._with_state), None)) is not None:
             if self.spill is not None:
                 self.spill.keep(self._records(oldest)[:1])
             self._drop_state(oldest)

@@ -20,12 +20,12 @@ from sparkrt.errors import EngineFatal
 class Node:
     """A page in the tree. `depth` counts tokens up to its end; `state` is the snapshot's slot, if there is one."""
 
-    __slots__ = ("block", "children", "depth", "key", "name", "parent", "pins", "state", "state_used", "used")
+    __slots__ = ("block", "children", "depth", "key", "name", "parent", "pins", "state", "used")
 
     def __init__(self, key: bytes, parent: Node | None, block: int, depth: int, name: bytes = b"") -> None:
         self.key, self.parent, self.block, self.depth, self.name = key, parent, block, depth, name
         self.children: dict[bytes, Node] = {}
-        self.pins = self.used = self.state_used = 0
+        self.pins = self.used = 0
         self.state: int | None = None
 
 

@@ -160,18 +160,18 @@ class Scheduler:
             return stop - start
 
         quick = budget // 3
-        for job in nearest:
-            if not job.scored:  # rows of logits are scarce: only the even part hands them out fairly
+        for job in nearest:  # without the scored: rows of logits are scarce, only the even part hands them out fairly
+            if not job.scored and quick >= min(job.left, CHUNK):
                 quick -= grant(job, quick)
         left = budget - (budget // 3 - quick)
         for _, group in groupby(sorted(prompts, key=_turn), key=_together):
             together = list(group)
             share = max(left // len(together), CHUNK)
             for job in together:
-                if granted := grant(job, min(share, left)):
+                if left and (granted := grant(job, min(share, left))):
                     left -= granted
                     job.served = self._step
-            for job in sorted(together, key=lambda job: job.left):
+            for job in sorted(together, key=lambda job: job.left) if left else ():
                 left -= grant(job, left)
         for job in prompts:
             if stop := stops.get(job):
