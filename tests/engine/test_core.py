@@ -104,6 +104,26 @@ def test_the_token_budget_changes_no_token(ahead, budget):
 
 
 @DEPTHS
+@pytest.mark.parametrize("ingests", [1, 4])
+def test_a_stream_gets_a_token_every_step_whatever_prompts_come(ahead, ingests):
+    # S02: the gap is that of one step, which computes no more than the budget, with four long prompts as with one
+    core, model = engine(ahead, FakeModel(slots=8, blocks=300, budget=256))
+    core.add(request("stream", max_tokens=200))
+    tokens, ends = {}, {}
+    gather(core.step(), tokens, ends)
+    for i in range(ingests):
+        core.add(request(str(i), [i] * 3000, 1))
+    steps = len(model.batches)
+    drain(core, tokens, ends)
+    assert tokens["stream"] == alone(request("stream", max_tokens=200))
+    ingesting = [(decode, sum(stop - start for _, start, stop in parts)) for decode, parts in model.batches[steps:] if parts]
+    assert len(ingesting) >= ingests * 3000 // 256
+    assert all(decode == 1 and prefill <= 255 for decode, prefill in ingesting)
+    assert {out.finish_reason for out in ends.values()} == {"length"}
+    idle(core, model)
+
+
+@DEPTHS
 def test_short_answers_in_a_hurry(ahead):
     # H12: 500 requests of 1 to 3 tokens; the fake model fails when a slot changes hands under a step
     core, model = engine(ahead, FakeModel(slots=32, blocks=64))

@@ -145,3 +145,25 @@ def test_any_failed_allocation_fails_one_and_leaves_nothing(ahead, what):
         idle(core, model)
         n += 1
     assert n > 5
+
+
+@DEPTHS
+@pytest.mark.parametrize("snapshots", [None, 8], ids=["without a cache", "hybrid"])
+def test_with_pages_for_a_third_of_the_demand_all_get_their_whole_answers(ahead, snapshots):
+    rng = random.Random(6)
+    shared = [[rng.randrange(1000) for _ in range(rng.randint(1, 200))] for _ in range(5)]
+    requests = [
+        request(str(i), [*rng.choice(shared)[: rng.randint(1, 200)], i], rng.randint(60, 160), stop_token_ids=[i] * (i % 2))
+        for i in range(200)
+    ]
+    demand = sum(-(-(len(r.prompt_ids) + r.max_tokens) // 16) for r in requests)
+    core, model = engine(ahead, FakeModel(slots=200, blocks=demand // 3, block_size=16, budget=1024, snapshots=snapshots))
+    for r in requests:
+        core.add(r)
+    tokens, ends = {}, {}
+    while core.has_work:
+        core.scheduler.forecast.share = 0.0
+        gather(core.step(), tokens, ends)
+    assert tokens == {r.request_id: alone(r) for r in requests}
+    assert core.stats().preemptions > 10
+    idle(core, model)

@@ -228,6 +228,23 @@ def test_hot_is_cold_is_batched_is_alone(r2, which, ahead):
     assert backend.leak_report() == ""
 
 
+def test_a_changed_middle_twenty_times(r2):
+    """H01: A, then B that differs in the middle, then A again, is A as it was when nothing was cached; and so is every B."""
+    rng = random.Random(7)
+    start, middle, end = ([rng.randrange(256) for _ in range(n)] for n in (130, 100, 70))
+    prompts = [start + middle + end]
+    for i in range(20):
+        prompts += [start + middle[: 5 * i] + [rng.randrange(256) for _ in range(100 - 5 * i)] + end, prompts[0]]
+    options = {"max_model_len": 320, "max_num_seqs": 2, "debug": True}
+    with LLM(str(r2), enable_prefix_caching=False, **options) as llm:
+        cold = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
+    with LLM(str(r2), **options) as llm:
+        warm = [llm.generate([p], GREEDY, use_tqdm=False)[0] for p in prompts]
+    assert tokens(warm) == cold
+    assert [result.num_cached_tokens for result in warm[2::2]] == [256] * 20
+    assert min(result.num_cached_tokens for result in warm[3::2]) >= 128
+
+
 def test_a_long_prompt_with_another_end_is_found(r2):
     """H02: cached is what both begin with, down to a multiple of 64; and where nothing can be kept, the start says so."""
     rng = random.Random(5)

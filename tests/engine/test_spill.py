@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
@@ -143,6 +144,29 @@ def test_two_that_each_fit_alone_and_swap_places(ahead):
     for turn in range(6):
         r = [request(f"{turn}{name}", [ord(name)] * 600, 40) for name in "ab"]
         assert ask(core, *r)[0] == [alone(x) for x in r]
+    idle(core, model)
+    core.close()
+
+
+@DEPTHS
+def test_a_full_disk_costs_hits_and_no_answer(ahead, tmp_path, monkeypatch, caplog):
+    """W03: what host memory has no room for is lost, which is said once."""
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    core, model = spill_engine(ahead, spill=spilling(16, lambda: DiskCache(tmp_path, 1 << 20)))
+    prompts = [request(f"{i}", range(i, i + 700), 5) for i in range(4)]
+    for turn in range(2):
+        for r in prompts:
+            again = request(f"{r.request_id} {turn}", r.prompt_ids, 5)
+            assert ask(core, again)[0] == [alone(r)]
+    settled(core)
+    stats = core.stats().offload
+    assert stats.disk_failures > 1
+    assert (stats.disk_bytes, caplog.text.count("cannot be written")) == (0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     idle(core, model)
     core.close()
 

@@ -64,6 +64,7 @@ def test_a_sequence_grows_page_by_page(bench: Bench) -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 31, 32, 33, 63, 64, 65, 128])
 def test_cuts_of_a_prompt_change_nothing(bench: Bench, step: int) -> None:
+    # H06
     whole = bench.answer(PROMPT, 24)
     assert bench.answer(PROMPT, 24, tuple(range(step, 300, step))) == whole
 
