@@ -42,16 +42,17 @@ def _value(pool: StatePool, slot: int) -> float:
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("ring", [4, 7])
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)
-def test_layout_size_and_plan_agree(depth: int, ring: int, dtype: dtypes.DType) -> None:
-    backend, pool = _pool(4, depth, ring, dtype)
-    plan = StatePlan(3, 4, StateDims(*DIMS), dtype, ring, depth)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_layout_size_and_plan_agree(depth: int, ring: int, dtype: dtypes.DType, spare: int) -> None:
+    backend, pool = _pool(4, depth, ring, dtype, spare)
+    plan, rows = StatePlan(3, 4, StateDims(*DIMS), dtype, ring, depth, spare), 5 + spare
     assert pool.plan == plan
     assert backend.memory_info().allocated == plan.nbytes
-    assert plan.nbytes == 3 * 5 * (depth * 2 * 3 * 5 * 4 + ring * 7 * dtype.itemsize)
+    assert plan.nbytes == 3 * rows * (depth * 2 * 3 * 5 * 4 + ring * 7 * dtype.itemsize)
     arrays = [pool.state(layer, d) for layer in LAYERS for d in range(depth)] + [pool.ring(layer) for layer in LAYERS]
     assert pool.state(2) is pool.state(2, 0)
-    assert all(a.shape == (5, 2, 3, 5) for a in arrays[: 3 * depth])
-    assert all(a.shape == (5, ring, 7) and a.dtype is dtype for a in arrays[3 * depth :])
+    assert all(a.shape == (rows, 2, 3, 5) for a in arrays[: 3 * depth])
+    assert all(a.shape == (rows, ring, 7) and a.dtype is dtype for a in arrays[3 * depth :])
     assert all(not a.view[pool.dummy_slot].any() for a in arrays)  # padding rows start finite
     for i, array in enumerate(arrays):
         array.view[...] = i

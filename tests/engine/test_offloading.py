@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from sparkrt import LLM, SamplingParams
-from sparkrt.engine import offloading
+from sparkrt.engine import loading, offloading
 from sparkrt.engine.config import EngineConfig
 from sparkrt.errors import LoadError
-from sparkrt.runtime import machine
+from sparkrt.runtime import OutOfMemory, machine, open_backend
 from tests import rigs
 from tests.engine.test_real import same, tokens
 
@@ -108,12 +108,43 @@ def test_swapped_out_and_back_is_never_preempted(r2, ahead):
 
 
 def test_memory_is_what_was_asked_for_to_the_byte(r2):
-    with LLM(str(r2), kv_offloading_size=3.3 * MIB, **OPTIONS) as llm:
-        backend, spill = llm.core.model._backend, llm.core.model.prefix.spill
-        report = backend.leak_report()
-        pinned = int(re.search(r"^spill \(pinned\): ([\d,]+)", report, re.MULTILINE)[1].replace(",", ""))
+    """Snapshots on the device and what is spilled in host memory, before any traffic and after it."""
+
+    def held(label):
+        return int(re.search(rf"^{label}: ([\d,]+)", backend.leak_report(), re.MULTILINE)[1].replace(",", ""))
+
+    with LLM(str(r2), kv_offloading_size=3.3 * MIB, state_cache_slots=5, **OPTIONS) as llm:
+        backend, spill, states = llm.core.model._backend, llm.core.model.prefix.spill, llm.core.model.states
+        for _ in range(2):
+            assert held("recurrent state") + held("conv state") == (4 + 1 + 5) * states.slot_bytes
+            assert spill.used <= 3.3 * (1 << 20)
+            one_by_one(llm, prompts_for(256))
+        pinned = held(r"spill \(pinned\)")
         assert pinned == spill.pool.num_blocks * spill.mover.chunk_bytes
         assert pinned <= int(3.3 * (1 << 20)) < pinned + spill.mover.chunk_bytes
+
+
+def test_every_failed_allocation_of_a_start_gives_everything_back(r2, tmp_path, monkeypatch):
+    """Weights, caches, staging, arena and folder: whichever is refused, nothing is kept, and the next start finds all free."""
+    backend = None
+
+    def opened(*options, **more):
+        nonlocal backend
+        backend = open_backend(*options, **more)
+        backend.fail_allocation(n)
+        return backend
+
+    monkeypatch.setattr(loading, "open_backend", opened)
+    disk = {"kv_offloading_size": 4 * MIB, "kv_offloading_dir": str(tmp_path), "kv_offloading_disk_size": MIB}
+    n = 1
+    while True:
+        try:
+            LLM(str(r2), num_gpu_blocks_override=8, **disk, **OPTIONS).close()
+            break
+        except OutOfMemory:
+            assert backend.leak_report() == "", f"allocation {n}"
+            n += 1
+    assert n > 50
 
 
 def test_only_the_same_model_reads_what_another_run_left(r2, tmp_path):
