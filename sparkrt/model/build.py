@@ -15,6 +15,7 @@ from sparkrt.cache.prefix import PrefixCache
 from sparkrt.cache.shuttle import Shuttle
 from sparkrt.cache.spill import Spill, SpillOptions
 from sparkrt.cache.state import StatePool
+from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
 from sparkrt.model.layers.attention import Attention
 from sparkrt.model.layers.gdn import GatedDeltaNet
@@ -55,6 +56,8 @@ def build_model(
         dims, spare = _state_dims(config), options.state_snapshots
         states = StatePool(backend, config.gdn_layers, options.max_num_seqs, dims, options.dtype, spare=spare)
         undo.callback(states.close)
+        if options.spill is not None and any(layer.auxiliary for layer in decoder.layers):
+            raise LoadError("kv_offloading_size: this model's layers have state that cannot be spilled")
         prefix = open_prefix_cache(kv, states, options) if options.prefix_caching else None
         undo.callback(prefix.end if prefix is not None else lambda: None)
         model = HybridModel(owner, weights, config, options, decoder, kv, states, prefix)
@@ -85,7 +88,7 @@ def _state_dims(config: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def open_prefix_cache(kv: PagedKvCache, states: StatePool, options: ModelOptions) -> PrefixCache:
-    """Over the one group that there is. Aux state of layers is not kept by it, so they must have none."""
+    """Over the one group that there is."""
     spill = None if options.spill is None else _open_spill(kv, states, options.spill)
     spare, recurrent = range(*states.spare_rows), states.plan.layers > 0
     return PrefixCache(kv.pools[0], options.page_size, spare if recurrent else (), recurrent, spill)

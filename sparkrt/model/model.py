@@ -30,6 +30,7 @@ from sparkrt.model.plan import PlanLimits, StepPlan
 from sparkrt.model.planner import Planner, StepRows
 from sparkrt.model.results import ResultBuffers, ResultLayout
 from sparkrt.model.sequence import Needs, SequenceState, SlotTable
+from sparkrt.model.snapshots import AuxiliaryStates, Snapshot
 from sparkrt.model.step import Decoder, GraphCache, SamplerLists, SamplerState, buckets, padded_batch_n
 from sparkrt.ops.sampling import MARK_PROMPT
 from sparkrt.ops.sampling_rules import PROMPT_BIT
@@ -112,15 +113,6 @@ class Model(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A sequence's state after `length` tokens, in a spare slot of the pool, and what layers keep beside it."""
-
-    slot: int
-    length: int
-    aux: tuple[Any, ...]
-
-
 @dataclass(slots=True)
 class _InFlight:
     """A launched step: what its rows are, and where its results will lie on the host."""
@@ -153,7 +145,7 @@ class HybridModel:
         self.weights = weights
         self._owner = owner
         self._backend = backend = owner.backend
-        self._decoder = decoder
+        self._decoder, self._aux = decoder, AuxiliaryStates(decoder.layers)
         o = options
         slots, max_blocks = o.max_num_seqs + 1, -(-o.max_model_len // o.page_size)
         mirror = owner.pinned(slots * max_blocks, "block tables").reshape(slots, max_blocks)
@@ -238,6 +230,7 @@ class HybridModel:
                 self._count(seq, history)
             if match is not None and match.state is not None:
                 self.states.copy_slot(match.state, seq.slot, self._ctx.stream)
+                self._aux.restore(seq, match.state)
             if generated and resume == len(history) - 1:  # it may decode at once
                 at, self._feed[seq.slot] = slice(seq.slot, seq.slot + 1), history[-1]
                 self._backend.copy_h2d(self._sampler.feed.rows(at.start, at.stop).ptr, self._feed[at], self._ctx.stream)
@@ -307,15 +300,15 @@ class HybridModel:
     def snapshot(self, seq: SequenceState, slot: int) -> Snapshot:
         """Copy the recurrent and conv state into a spare slot, behind what is in flight; `restore` takes it back."""
         self.states.copy_slot(seq.slot, slot, self._ctx.stream)
-        return Snapshot(slot, seq.length, tuple(layer.snapshot_aux(seq) for layer in self._decoder.layers))
+        self._aux.keep(seq, slot, seq.length)
+        return Snapshot(slot, seq.length)
 
     def restore(self, seq: SequenceState, snapshot: Snapshot) -> None:
         """Put a sequence back to a snapshot; pages beyond its length are simply overwritten later."""
         self.states.copy_slot(snapshot.slot, seq.slot, self._ctx.stream)
         seq.length = seq.kv_valid_tokens = snapshot.length
         self._table.length[seq.slot] = snapshot.length
-        for layer, part in zip(self._decoder.layers, snapshot.aux, strict=True):
-            layer.restore_aux(seq, part)
+        self._aux.restore(seq, snapshot.slot)
 
     def release(self, seq: SequenceState) -> None:
         """Give back pages and slot; once, whatever is still in flight (a later owner's work follows it in stream order)."""
@@ -358,6 +351,7 @@ class HybridModel:
                     self._backend.copy_h2d(self._sampler.allowed.rows(seq.slot, seq.slot + 1).ptr, seq.mask, self._ctx.stream)
                     seq.refilled = False
             self._sample(rows, logits, lists, graph)
+            self._aux.keep_of_step(batch)
         except BaseException:
             for layer in self._decoder.layers:
                 layer.rearm()

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkrt.cache.spill import Costs, SpillOptions
+from sparkrt.errors import LoadError
+from sparkrt.model import build
 from sparkrt.model.batch import ForwardBatch, PrefillSlice
 from sparkrt.model.build import shared_experts
 from sparkrt.model.context import ForwardContext
@@ -20,10 +23,12 @@ from sparkrt.model.sequence import SequenceState
 from sparkrt.model.weight import Linear, Norm, Segment, Weight
 from sparkrt.ops.activation import silu
 from sparkrt.ops.norm import ADD
+from sparkrt.runtime import HostBackend
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import Stream
 from sparkrt.runtime.comm import SoloComm
 from tests.model.conftest import GREEDY, Bench
+from tests.model.test_prefix import Warm
 
 PROMPT = np.random.default_rng(5).integers(0, 250, 40).tolist()
 
@@ -195,27 +200,65 @@ def test_a_step_that_fails_rearms_its_layers(fresh: Bench) -> None:
     fresh.model.check_integrity([])
 
 
+class Auxiliary(DecoderLayer):
+    """Its state is a note of how far the sequence is."""
+
+    __slots__ = ()
+
+    def snapshot_aux(self, seq: SequenceState, position: int) -> Any:
+        return {**seq.aux, "behind": position}
+
+    def restore_aux(self, seq: SequenceState, aux: Any) -> None:
+        seq.aux = dict(aux)
+
+
+def with_auxiliary(decoder: Any) -> Any:
+    old = decoder.layers[0]
+    decoder.layers[0] = Auxiliary(old.input_norm, old.mixer, old.post_norm, old.mlp, auxiliary=True)
+    return decoder
+
+
 def test_auxiliary_state_travels_with_snapshots(fresh: Bench) -> None:
-    class Auxiliary(DecoderLayer):
-        __slots__ = ()
-
-        def snapshot_aux(self, seq: SequenceState) -> Any:
-            return dict(seq.aux)
-
-        def restore_aux(self, seq: SequenceState, aux: Any) -> None:
-            seq.aux = dict(aux)
-
-    layers = fresh.model._decoder.layers
-    old = layers[0]
-    layers[0] = Auxiliary(old.input_norm, old.mixer, old.post_norm, old.mlp)
+    with_auxiliary(fresh.model._decoder)
     seq = fresh.model.new_sequence(GREEDY, 100)
     fresh.prefill(seq, PROMPT)
     seq.aux["grams"] = 7
     saved = fresh.model.snapshot(seq, fresh.model.states.dummy_slot)
     seq.aux["grams"] = 8
     fresh.model.restore(seq, saved)
-    assert seq.aux == {"grams": 7}
+    assert seq.aux == {"grams": 7, "behind": len(PROMPT)}
     fresh.model.release(seq)
+
+
+def test_auxiliary_state_comes_with_what_is_cached(open_bench: Callable[..., Bench]) -> None:
+    """With snapshots that a prefill takes inside a slice, and with those of answers; who finds nothing begins without any."""
+    bench = open_bench(prefix_caching=True, state_snapshots=6)
+    with_auxiliary(bench.model._decoder)
+    warm, adopted, text = Warm(bench), list[dict[str, Any]](), [i % 60 for i in range(200)]
+    take = bench.model.new_sequence
+
+    def new_sequence(*about: Any, **more: Any) -> SequenceState:
+        seq = take(*about, **more)
+        adopted.append(dict(seq.aux))
+        return seq
+
+    bench.model.new_sequence = new_sequence  # type: ignore[method-assign]
+    answer, cached = warm.answer(text, steps=70)
+    assert (cached, adopted) == (0, [{}])
+    other = text[:100] + text[50:]  # the first such shows where the tree branches
+    for prompt, found in ((text, 192), (text + answer, 256), (other, 0), (text[:100] + text, 64), (text[5:], 0)):
+        assert warm.answer(prompt)[1] == found
+        assert adopted[-1] == ({"behind": found} if found else {})
+    bench.model.close()
+
+
+def test_auxiliary_state_cannot_be_spilled(open_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = build._decoder
+    monkeypatch.setattr(build, "_decoder", lambda *about: with_auxiliary(decoder(*about)))
+    spill, backend = SpillOptions(host_bytes=1 << 20, model=b"", costs=Costs(1.0)), HostBackend()
+    with pytest.raises(LoadError, match="cannot be spilled"):
+        open_bench(backend, prefix_caching=True, state_snapshots=6, spill=spill)
+    assert backend.leak_report() == ""
 
 
 def test_input_sharded_projections_are_summed_over_the_ranks(open_bench: Callable[..., Bench]) -> None:

@@ -37,10 +37,16 @@ class TransformerLayer(Protocol):
         """Undo `prestage` when the step it prepared is not launched."""
 
     def forward(self, ctx: ForwardContext, residual: Residual) -> None: ...
-    def snapshot_aux(self, seq: SequenceState) -> Any:
-        """Auxiliary state beyond KV and recurrent state, to be kept with a snapshot (None: there is none)."""
 
-    def restore_aux(self, seq: SequenceState, aux: Any) -> None: ...
+    @property
+    def auxiliary(self) -> bool:
+        """Whether it has state beyond KV and recurrent state, which snapshots have to keep: the next two are for such layers."""
+
+    def snapshot_aux(self, seq: SequenceState, position: int) -> Any:
+        """That state after `position` tokens, which are computed or in the step that was just launched."""
+
+    def restore_aux(self, seq: SequenceState, aux: Any) -> None:
+        """The sequence goes on from there."""
 
 
 @dataclass(slots=True)
@@ -52,6 +58,7 @@ class DecoderLayer:
     post_norm: Norm
     mlp: SubLayer
     graph_veto: bool = False
+    auxiliary: bool = False
 
     def reserve(self, reservation: Reservation) -> None:
         self.mixer.reserve(reservation)
@@ -67,8 +74,8 @@ class DecoderLayer:
         self.mixer.forward(ctx, residual, self.input_norm)
         self.mlp.forward(ctx, residual, self.post_norm)
 
-    def snapshot_aux(self, seq: SequenceState) -> Any:
-        return None
+    def snapshot_aux(self, seq: SequenceState, position: int) -> Any:
+        raise NotImplementedError
 
     def restore_aux(self, seq: SequenceState, aux: Any) -> None:
-        assert aux is None
+        raise NotImplementedError
