@@ -1,4 +1,4 @@
-"""The flags of `sparkrt serve` and the fields of a request, beside those of other servers, as Markdown:
+"""The flags of `sparkrt serve` and `sparkrt chat`, and the fields of a request, beside those of other servers, as Markdown:
 `python -m tools.flags > docs/flags.md`.
 
 What sparkrt takes is read from its parser and its structs, what it accepts or refuses of others from foreign.py.
@@ -11,6 +11,7 @@ import json
 from dataclasses import MISSING, fields
 from typing import Any
 
+from sparkrt.chat.cli import build as build_chat
 from sparkrt.engine.config import EngineConfig
 from sparkrt.serve import protocol as p
 from sparkrt.serve.cli import ServeArgs, _build
@@ -39,7 +40,7 @@ FOREIGN_FIELDS = (
 
 def page() -> str:
     """The whole document."""
-    return "\n".join([_HEAD, *_flags(), *_refused(), *_fields()]) + "\n"
+    return "\n".join([_HEAD, *_flags(), *_refused(), *_chat(), *_fields()]) + "\n"
 
 
 def _flags() -> list[str]:
@@ -61,6 +62,14 @@ def _flags() -> list[str]:
         "",
     ]
     return [*lines, *_table(("flag", "why"), {flag: why for flag, (_, why) in WITHOUT_EFFECT.items()})]
+
+
+def _chat() -> list[str]:
+    """Beside those of a model and of the engine, which it has in common with `sparkrt serve`."""
+    lines = ["", "## Flags of `sparkrt chat`", "", "The model and the flags of the engine as above, and:", ""]
+    groups = [group for group in build_chat()._action_groups if group.title in ("conversation", "sampling")]
+    rows = [_row(action, {}).replace(" |  | ", " | ", 1) for group in groups for action in group._group_actions]
+    return [*lines, "| flag | value | what |", "| --- | --- | --- |", *rows]
 
 
 def _row(action: argparse.Action, defaults: dict[str, Any]) -> str:

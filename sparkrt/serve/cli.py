@@ -30,6 +30,7 @@ _USAGE = """usage: sparkrt COMMAND ...
 
 commands:
   serve    serve a model over the OpenAI API (sparkrt serve --help)
+  chat     talk to a model in a terminal (sparkrt chat --help)
   bench    load a server, or time the engine (sparkrt bench --help)
   info     say what this machine has, and what is missing to use its GPU"""
 _TLS = ("ssl_certfile", "ssl_keyfile")
@@ -80,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
             return run(parse(rest), load_engine, load_text)
         except KeyboardInterrupt:  # before anything was there to be stopped
             return 0
+    if command == "chat":
+        from sparkrt.chat.cli import main as chat
+
+        return chat(rest)
     if command == "bench":
         from sparkrt.bench.cli import main as bench
 

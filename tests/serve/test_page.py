@@ -171,6 +171,13 @@ def test_calls_are_shown_and_answered(open_page: Opener) -> None:
     assert json.loads(made["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
     assert returned == {"role": "tool", "content": "⟦It rains.⟧", "tool_call_id": made["tool_calls"][0]["id"]}
     expect(last(page).locator(".prose")).to_have_text("It rains.")
+    page.get_by_label("Max tokens").fill("20")  # a call that is cut is not waited for
+    say(page, f"⟦{CALL.replace('Oslo', 'Oslo or elsewhere ' * 20)}⟧")
+    expect(last(page)).to_contain_text("cut at the token limit")
+    with page.expect_request("**/v1/chat/completions") as request:
+        say(page, "⟦Go on.⟧")
+    assert request.value.post_data_json["messages"][-1]["role"] == "user"
+    expect(last(page).locator(".prose")).to_have_text("Go on.")
 
 
 def test_settings_are_sent_and_kept(open_page: Opener) -> None:

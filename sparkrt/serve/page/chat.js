@@ -128,6 +128,7 @@ async function answer() {
     message.state = "stopped";
     if (error.name !== "AbortError") message.error = { message: error.message, detail: error.detail ?? String(error) };
   }
+  message.calls = message.calls.filter((call) => isJson(call.arguments)); // one that was cut cannot be sent back
   if (running === mine) working((running = null));
   draw();
   if (messages.includes(message)) {
@@ -135,6 +136,14 @@ async function answer() {
     if (at === messages.length - 1) show(at);
     $("spoken").textContent = message.error ? "" : views[at].spoken(); // an error is an alert, and read out as such
     save();
+  }
+}
+
+function isJson(text) {
+  try {
+    return JSON.parse(text) !== undefined;
+  } catch {
+    return false;
   }
 }
 
