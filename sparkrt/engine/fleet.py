@@ -55,23 +55,42 @@ class Cost:
 
 @dataclass(slots=True)
 class Report:
-    """What happened, times in seconds. `ended` counts finish reasons; with `refused` it makes up all requests."""
+    """What happened, times in seconds. `ended` counts finish reasons; with `refused` it makes up all requests.
+
+    `by_second` counts, for every second of the clock that has any: "prompt", "cached" and "answer" tokens, and "preemptions".
+    """
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
+    by_second: dict[int, Counter[str]] = field(default_factory=dict)
     refused: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    preemptions: int = 0
     seconds: float = 0.0
+
+    def count(self, at: float, what: str, n: int) -> None:
+        """So many of them, at that time."""
+        self.by_second.setdefault(int(at), Counter())[what] += n
+
+    def total(self, what: str) -> int:
+        return sum(second[what] for second in self.by_second.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.total("prompt")
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.total("cached")
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.total("answer")
 
     def text(self) -> str:
         """A line per figure."""
         ended, time = self.ended.total(), max(self.seconds, 1e-9)
         lines = [
-            f"requests      {ended:,} ended, {self.refused:,} refused, {self.preemptions:,} preemptions",
+            f"requests      {ended:,} ended, {self.refused:,} refused, {self.total('preemptions'):,} preemptions",
             f"throughput    {ended / time:,.1f} requests/s, {self.answer_tokens / time:,.0f} answer tokens/s",
             f"hit rate      {self.cached_tokens / max(self.prompt_tokens, 1):.1%} of {self.prompt_tokens:,} prompt tokens",
         ]
@@ -121,9 +140,9 @@ def estimate(arrivals: list[Arrival], replicas: int, rows: int, capacity: int, c
         report.ttft.append(first - at)
         report.itl.append(between)
         report.ended["length"] += 1
-        report.prompt_tokens += tokens
-        report.cached_tokens += hit
-        report.answer_tokens += answer
+        report.count(at, "prompt", tokens)
+        report.count(at, "cached", hit)
+        report.count(end, "answer", answer)
         report.seconds = max(report.seconds, end)
     return report
 

@@ -122,23 +122,26 @@ def replay(arrivals: list[traces.Arrival], replica: Replica, cost: Cost) -> Repo
             try:
                 ids = arrival.ids().tolist()
                 core.add(EngineRequest(request_id=str(i), prompt_ids=ids, max_tokens=arrival.answer, temperature=0.0))
-                report.prompt_tokens += len(ids)
+                report.count(arrival.at, "prompt", len(ids))
             except SparkrtError:
                 report.refused += 1
-        for output in core.step():
+        before = core.scheduler.preemptions
+        news = core.step()
+        report.count(model.seconds, "preemptions", core.scheduler.preemptions - before)
+        for output in news:
             i, now = int(output.request_id), model.seconds
             if output.token_ids:
                 if output.request_id in last:
                     report.itl.append(now - last[output.request_id])
                 else:
                     report.ttft.append(now - arrivals[i].at)
-                    report.cached_tokens += output.cached_tokens
+                    report.count(arrivals[i].at, "cached", output.cached_tokens)
                 last[output.request_id] = now
-                report.answer_tokens += len(output.token_ids)
+                report.count(now, "answer", len(output.token_ids))
             if output.finish_reason is not None:
                 report.ended[output.finish_reason] += 1
                 last.pop(output.request_id, None)
-    report.seconds, report.preemptions = model.seconds, core.scheduler.preemptions
+    report.seconds = model.seconds
     core.check_integrity()
     core.close()
     return report
@@ -159,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         "--costs", metavar="FILE", help="results of benchmarks.engine; default: a 35B mixture of experts on an H200"
     )
     parser.add_argument("--model", default="35b", help="which of its models")
-    parser.add_argument("--plot", metavar="FILE", help="draw the distributions (.svg, .png); needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE", help="draw it all (.svg, .png); needs matplotlib")
     for name, value in asdict(Replica()).items():
         if name != "caching":
             parser.add_argument(f"--{name}", type=int, default=value, help=f"of a replica; default {value}")
@@ -189,19 +192,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plot(report: Report, path: str | Path) -> None:
-    """Draw what share of requests, and of tokens, came within which time."""
+    """Draw what share of requests, and of tokens, came within which time; and throughput, hit rate and preemptions over time."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise SparkrtError("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    for axes, name, values in zip(
-        figure.subplots(1, 2), ("time to first token", "time between tokens"), (report.ttft, report.itl), strict=True
-    ):
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    (first, between), (pace, hits) = figure.subplots(2, 2)
+    for axes, name, values in ((first, "time to first token", report.ttft), (between, "time between tokens", report.itl)):
         ordered = 1e3 * np.quantile(values or [0.0], np.linspace(0, 1, 101))
         axes.plot(ordered, np.linspace(0, 100, 101))
         axes.set(xlabel=f"{name}, ms", ylabel="% within", xlim=(0, 1.05 * ordered[99]))
+    width = max(int(report.seconds) // 60, 1)  # seconds a bar: some 60 bars
+    bars = np.arange(0, int(report.seconds) + 1, width)
+    of = {what: np.zeros(len(bars)) for what in ("answer", "prompt", "cached", "preemptions")}
+    for second, counts in report.by_second.items():
+        for what, n in counts.items():
+            of[what][min(second // width, len(bars) - 1)] += n
+    pace.step(bars, of["answer"] / width, where="post")
+    pace.set(xlabel="time, s", ylabel="answer tokens/s", ylim=(0, None))
+    hits.step(bars, 100 * of["cached"] / np.maximum(of["prompt"], 1), where="post")
+    hits.set(xlabel=f"time, s; {report.total('preemptions'):,} preemptions (ticks)", ylabel="% of prompts cached", ylim=(0, 105))
+    hits.plot(bars[of["preemptions"] > 0], np.zeros((of["preemptions"] > 0).sum()), "k|")
+    for axes in (first, between, pace, hits):
         axes.grid(alpha=0.3)
     bare = dict.fromkeys(("Creator", "Date", "Format", "Type")) if str(path).endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparkrt"}):  # text stays text; the same report, the same file

@@ -107,5 +107,10 @@ def test_trace_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot(replay(traces.chat(5, 5.0), Replica(), Cost()), tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    report = replay(traces.chat(5, 5.0), Replica(), Cost())
+    report.count(1.5, "preemptions", 3)
+    plot(report, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    for text in ("time to first token", "time between tokens", "answer tokens/s", "% of prompts cached", "3 preemptions"):
+        assert text in drawn
+    plot(Report(), tmp_path / "empty.svg")
