@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from tests.serve import ROOT
 from tests.serve.harness import PATIENCE, Server, running
 from tools.fetch_browser import browser as find_browser
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FLAGS += ["--disable-dev-shm-usage"]  # containers have little of it
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}]
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 FILES = ROOT / "sparkrt" / "serve" / "page"
@@ -30,7 +31,10 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium: apt-get install chromium, or python -m playwright install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        except Error as error:
+            pytest.skip(f"{path} does not start here (its libraries may be missing): {error.message.splitlines()[0]}")
         yield browser
         browser.close()
 
