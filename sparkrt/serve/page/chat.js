@@ -111,9 +111,7 @@ async function answer() {
     drawn = true;
     requestAnimationFrame(() => {
       drawn = false;
-      const near = log.scrollHeight - log.scrollTop - log.clientHeight < 80; // whoever scrolled up reads
-      view.update();
-      if (near) log.scrollTop = log.scrollHeight;
+      following(view.update);
     });
   };
   log.scrollTop = log.scrollHeight;
@@ -133,10 +131,17 @@ async function answer() {
   draw();
   if (messages.includes(message)) {
     const at = messages.indexOf(message);
-    if (at === messages.length - 1) show(at);
+    if (at === messages.length - 1) following(() => show(at));
     $("spoken").textContent = message.error ? "" : views[at].spoken(); // an error is an alert, and read out as such
     save();
   }
+}
+
+/** Change the log. Whoever is at its end stays there, whoever scrolled up goes on reading. */
+function following(change) {
+  const near = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  change();
+  if (near) log.scrollTop = log.scrollHeight;
 }
 
 function isJson(text) {

@@ -64,7 +64,7 @@ function answered(message, actions) {
     render(text, message.content);
     calls.replaceChildren(...message.calls.map(called));
     trouble.replaceChildren(...(message.error ? [failed(message.error, actions)] : []));
-    foot.hidden = busy;
+    foot.hidden = busy || (empty && Boolean(message.error)); // then there is a button that says so better
     copy.hidden = !message.content;
     stats.textContent = facts(message).join(" · ");
   };
