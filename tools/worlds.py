@@ -94,6 +94,8 @@ class World:
                 news = []
             for out in news:
                 assert out.request_id not in ends, f"{out.request_id} ended, and there is news of it"
+                assert out.cached_tokens % 64 == 0
+                assert 0 <= out.cached_tokens < len(wanted[out.request_id].prompt_ids)
                 tokens.setdefault(out.request_id, []).extend(out.token_ids)
                 if out.finish_reason is not None:
                     ends[out.request_id] = out.finish_reason
