@@ -34,7 +34,7 @@ from tests.engine.fake_model import FakeModel, config, expected
 from tests.engine.fake_mover import spilling
 
 PATIENCE = 500  # steps without any news, while somebody waits
-FALLIBLE = ("new_sequence", "grow", "snapshot", "launch", "collect")
+FALLIBLE = ("new_sequence", "grow", "snapshot", "launch", "collect"), ("out", "into")  # of the model, and of its spill's mover
 
 
 class World:
@@ -75,8 +75,9 @@ class World:
 
     def _live(self, model: FakeModel, life: int) -> None:
         rng, armed, hopeful = self.rng, True, self.rng.random() < 0.7
-        for name in FALLIBLE:
-            setattr(model, name, self._fallible(getattr(model, name), name == "collect", lambda: armed))
+        for owner, names in zip((model, model.spill and model.spill.mover), FALLIBLE, strict=True):
+            for name in names if owner is not None else ():
+                setattr(owner, name, self._fallible(getattr(owner, name), name == "collect", lambda: armed))
         core = EngineCore(model, config(**self.options))  # type: ignore[arg-type]
         wanted = {r.request_id: r for r in (self._request(f"{life}.{i}") for i in range(rng.randint(1, 40)))}
         coming, tokens, ends, quiet = list(wanted.values()), dict[str, list[int]](), dict[str, str](), 0

@@ -100,8 +100,11 @@ class Shuttle:
         return [self._arena[start : start + size] for start, size in self._runs(kind, chunks)]
 
     def out(self, pieces: Sequence[Piece]) -> int:
-        """Copy these to the arena; their blocks and slots may be given to others at once. Returns a ticket."""
-        backend = self._backend
+        """Copy these to the arena; their blocks and slots may be given to others at once. Returns a ticket.
+
+        Raises OutOfMemory, having done nothing, when there is no event for that; so does `into`.
+        """
+        backend, event = self._backend, self._take_event()
         for load in self._loads(pieces):
             self._turn ^= 1
             buffer, left = self._outward[self._turn], self._left[self._turn]
@@ -115,11 +118,11 @@ class Shuttle:
                 backend.copy_d2h(view, buffer.offset(at), self._stream)
             backend.record_event(left, self._stream)
             self._used[self._turn] = True
-        return self._give_ticket()
+        return self._give_ticket(event)
 
     def into(self, pieces: Sequence[Piece]) -> int:
         """Copy these from the arena to blocks and slots that no later launch uses until the ticket is done."""
-        backend = self._backend
+        backend, event = self._backend, self._take_event()
         backend.record_event(self._ready, self._steps)
         backend.stream_wait_event(self._stream, self._ready)  # whoever had those blocks and slots is done with them
         for load in self._loads(pieces):
@@ -127,7 +130,7 @@ class Shuttle:
                 backend.copy_h2d(self._inward.offset(at), view, self._stream)
             for piece, at in load:
                 self._unpack[piece.kind](piece.place, self._inward.offset(at), self._stream)
-        return self._give_ticket()
+        return self._give_ticket(event)
 
     def done(self, ticket: int) -> bool:
         """Whether the copies of a ticket, and all before it, are over."""
@@ -153,8 +156,10 @@ class Shuttle:
         for earlier in [t for t in self._open if t <= ticket]:
             self._spare.append(self._open.pop(earlier))
 
-    def _give_ticket(self) -> int:
-        event = self._spare.pop() if self._spare else self._backend.create_event()
+    def _take_event(self) -> Event:
+        return self._spare.pop() if self._spare else self._backend.create_event()
+
+    def _give_ticket(self, event: Event) -> int:
         self._backend.record_event(event, self._stream)
         self._ticket += 1
         self._open[self._ticket] = event

@@ -20,6 +20,7 @@ from pathlib import Path
 from sparkrt.cache.disk import DiskCache
 from sparkrt.cache.paged import BlockPool
 from sparkrt.cache.shuttle import Kind, Mover, Piece
+from sparkrt.runtime.backend import OutOfMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,12 @@ class Spill:
         if taken:
             keys, kinds, room, places = (list(part) for part in zip(*taken, strict=True))
             fresh = Hold(kinds, room)
-            self.stats.spilled += self._copy(self.mover.out, fresh, places, lambda: self._store(keys, fresh))
+            try:
+                self.stats.spilled += self._copy(self.mover.out, fresh, places, lambda: self._store(keys, fresh))
+            except OutOfMemory:  # whoever evicts wants room, not an error
+                for key in keys:
+                    self._free(self._host.pop(key))
+                self.stats.lost += len(keys)
 
     def swap(self, length: int, slot: int, tail: int | None) -> Hold | None:
         """Keep the state of a sequence after `length` tokens, and block `tail` if its last page is not full; None without room.
@@ -143,8 +149,13 @@ class Spill:
         if (hold := self._make([kind for kind, _ in places])) is None:
             return None
         hold.length = length
+        try:
+            self.stats.spilled += self._copy(self.mover.out, hold, [place for _, place in places])
+        except OutOfMemory:
+            self.stats.lost += len(places)
+            self.release(hold)
+            return None
         self.stats.swaps += 1
-        self.stats.spilled += self._copy(self.mover.out, hold, [place for _, place in places])
         return hold
 
     # --- inward -----------------------------------------------------------------------------------------------------------
@@ -166,11 +177,17 @@ class Spill:
             self._touch(key)
         return hold
 
-    def restore(self, hold: Hold, places: Sequence[int]) -> int:
-        """Copy what is held, all of it in host memory, to these blocks and slots. Returns a ticket: until that is `done` nothing
-        may use them, nor give them back.
+    def restore(self, *parts: tuple[Hold, Sequence[int]]) -> int:
+        """Copy what is held, all of it in host memory, to these blocks and slots, or fail with OutOfMemory having done nothing.
+
+        Returns a ticket: until that is `done` nothing may use them, nor give them back.
         """
-        self.stats.restored += self._copy(self.mover.into, hold, places)
+        whole, places = Hold(), list[int]()
+        for hold, where in parts:
+            whole.kinds += hold.kinds
+            whole.chunks += hold.chunks
+            places += where
+        self.stats.restored += self._copy(self.mover.into, whole, places)
         return self._copies[-1][0]
 
     def release(self, hold: Hold) -> None:

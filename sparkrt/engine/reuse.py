@@ -12,7 +12,7 @@ import numpy as np
 
 from sparkrt.cache.prefix import GRID, Match, PrefixCache
 from sparkrt.cache.shuttle import Kind
-from sparkrt.cache.spill import Spill
+from sparkrt.cache.spill import Hold, Spill
 from sparkrt.engine.job import Hit, Job, Slice
 from sparkrt.engine.messages import OffloadStats
 from sparkrt.model.sequence import SequenceState
@@ -114,16 +114,24 @@ class Reuse:
         """Bring back what was spilled of it to its new blocks and slot; until `loaded` it must neither run nor let go of them."""
         if self.spill is None or job.lease is None or job.match is None or job.seq is None:
             return False
-        blocks, first, slot = job.seq.blocks.blocks, len(job.match.nodes), job.seq.slot
-        if (hold := job.lease.hold) is not None and self.cache is not None:
+        blocks, first, slot, parts = job.seq.blocks.blocks, len(job.match.nodes), job.seq.slot, list[tuple[Hold, list[int]]]()
+        if (hold := job.lease.hold) is not None:
             pages = hold.kinds.count(Kind.PAGE)
-            job.loading = self.spill.restore(hold, [*blocks[first : first + pages], slot][: len(hold.kinds)])
-            self.cache.let_go(job.lease)
+            parts.append((hold, [*blocks[first : first + pages], slot][: len(hold.kinds)]))
         if (swap := job.swap) is not None:
             places = {Kind.STATE: slot, Kind.PAGE: blocks[swap.length // self._page_size]}
-            job.loading = self.spill.restore(swap, [places[kind] for kind in swap.kinds])
-            self._unswap(job)
-        return job.loading is not None
+            parts.append((swap, [places[kind] for kind in swap.kinds]))
+        if not parts:
+            return False
+        try:
+            job.loading = self.spill.restore(*parts)
+        except BaseException:
+            job.seq.kv_valid_tokens = 0  # what it begins behind will not come
+            raise
+        if self.cache is not None:
+            self.cache.let_go(job.lease)
+        self._unswap(job)
+        return True
 
     def swap(self, job: Job) -> None:
         """It is about to lose slot and blocks, and its pages are in the cache: keep its state, if that is quicker than to compute

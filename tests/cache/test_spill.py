@@ -87,7 +87,7 @@ class Records(RuleBasedStateMachine):
         wanted = [number(kind, name) for kind, name in asked] or [77] * len(hold.kinds)
         places = list(range(self.places, self.places + len(hold.kinds)))
         self.places += len(places)
-        self.restores.append((self.spill.restore(hold, places), list(zip(hold.kinds, places, wanted, strict=True))))
+        self.restores.append((self.spill.restore((hold, places)), list(zip(hold.kinds, places, wanted, strict=True))))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())

@@ -261,7 +261,7 @@ class FakeModel:
         return TokenLogprobs(token, -0.5, 1, np.arange(k, dtype=np.int32), -np.arange(1, k + 1, dtype=np.float32))
 
 
-def failing(model: FakeModel, what: str, n: int) -> list[Any]:
+def failing(model: Any, what: str, n: int) -> list[Any]:
     """Let the call number `n` (from 0) of a method fail; a result that is collected is gone. Returns the calls, as they come."""
     take, calls = getattr(model, what), list[Any]()
 

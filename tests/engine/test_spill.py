@@ -214,7 +214,7 @@ def test_a_reset_forgets_what_was_spilled(ahead, tmp_path):
 
 
 @DEPTHS
-@pytest.mark.parametrize("what", ["new_sequence", "grow", "snapshot", "launch", "collect"])
+@pytest.mark.parametrize("what", ["new_sequence", "grow", "snapshot", "launch", "collect", "out", "into"])
 def test_any_failure_at_any_time_leaves_nothing(ahead, what):
     """Fail the n-th call, for every n: everything comes back, who was not part of it gets the whole answer, and so does who
     goes on behind what is cached by then.
@@ -224,7 +224,8 @@ def test_any_failure_at_any_time_leaves_nothing(ahead, what):
     while happened:
         core, model = spill_engine(ahead, blocks=20, block_size=32)
         core.scheduler.forecast.share = 0.0
-        calls = failing(model, what, n)
+        fallible = model.spill.mover if what in ("out", "into") else model
+        calls = failing(fallible, what, n)
         core.reuse._copy_state = model.snapshot
         for r in requests:
             core.add(r)
@@ -235,7 +236,7 @@ def test_any_failure_at_any_time_leaves_nothing(ahead, what):
         happened = len(calls) > n
         for r in requests:
             assert ends[r.request_id].finish_reason == "error" or tokens[r.request_id] == alone(r)
-        delattr(model, what)
+        delattr(fallible, what)
         core.reuse._copy_state = model.snapshot
         for r in requests:
             again = request(f"{r.request_id} again", [*r.prompt_ids, *alone(r)], 2)
