@@ -9,7 +9,7 @@
 // defines: spark::attn::{kTile, Ring}
 #pragma once
 
-#include "attention/bulk.cuh"
+#include "common/bulk.cuh"
 
 namespace spark::attn {
 
@@ -24,9 +24,9 @@ class Ring {
     int tiles = 0;
 
     // `barriers`: kBarrierBytes of shared memory; the CTA must meet before it uses them.
-    __device__ Ring(uint8_t* memory, uint8_t* barriers) : memory_(memory), base_(smem_address(memory)) {
+    __device__ Ring(uint8_t* memory, uint8_t* barriers) : memory_(memory), base_(shared_address(memory)) {
         if constexpr (kBulk) {
-            barriers_ = smem_address(barriers);
+            barriers_ = shared_address(barriers);
             if (threadIdx.x == 0) {
                 for (int i = 0; i < kRing * kWarps; ++i) init_barrier(barriers_ + i * 8, 1);
                 fence_barriers();
@@ -73,11 +73,11 @@ class Ring {
 #pragma unroll
                 for (int i = 0; i < kChunks / 2; ++i) {
                     const int x = i * kWarp + lane_, r = x / kChunks, c = x % kChunks;
-                    copy_async(to + tile_chunk<D>(r, c), from + x * 8, r < rows ? 16 : 0);
+                    copy_async(to + tile_chunk<D>(r, c), from + x * 8, r < rows);
                 }
             }
         }
-        if constexpr (!kBulk) commit_copies();
+        if constexpr (!kBulk) copy_async_commit();
     }
 
     // Waits for this warp's rows of element e; kNewer elements have been started since.
@@ -93,7 +93,7 @@ class Ring {
                 fence_async_proxy();  // before the copy engine writes here again
             }
         } else {
-            wait_copies<kNewer>();
+            copy_async_wait<kNewer>();
         }
         __syncwarp();
     }

@@ -20,10 +20,11 @@
 
 #include "attention/decode_ring.cuh"
 #include "attention/plain.cuh"
-#include "attention/ptx.cuh"
+#include "attention/pool_map.h"
 #include "attention/splits.cuh"
-#include "attention/tensor_map.h"
+#include "common/cluster.cuh"
 #include "common/dispatch.h"
+#include "common/mma.cuh"
 #include "common/pdl.h"
 
 namespace {
@@ -138,7 +139,7 @@ struct Decode {
     __device__ Decode(const Params& params, const CUtensorMap* map_of_k, const CUtensorMap* map_of_v, uint8_t* memory)
         : p(params),
           shared(memory),
-          base(smem_address(memory)),
+          base(shared_address(memory)),
           lane(threadIdx.x % kWarp),
           warp(threadIdx.x / kWarp),
           k_map(map_of_k),
@@ -268,8 +269,8 @@ struct Decode {
                 for (int i = 0; i < 4; ++i) part.o[b][piece][i] *= fade[i & 1];
             }
             uint32_t* to = reinterpret_cast<uint32_t*>(shared + kP) + (b * kTile + warp * 16 + lane / 4) * 4 + lane % 4;
-            to[0] = pack2<T>(w[0], w[1]);
-            to[8 * 4] = pack2<T>(w[2], w[3]);
+            to[0] = pack_pair<T>(w[0], w[1]);
+            to[8 * 4] = pack_pair<T>(w[2], w[3]);
         }
     }
 
@@ -286,7 +287,7 @@ struct Decode {
                 weights[b][2 * i + 1][0] = x[2], weights[b][2 * i + 1][1] = x[3];
             }
         }
-        const uint32_t one = pack2<T>(1.f, 1.f), ones[4] = {one, one, one, one};
+        const uint32_t one = pack_pair<T>(1.f, 1.f), ones[4] = {one, one, one, one};
         const int r = lane % 8 + lane / 16 * 8;
         const int chunk = warp * kDims / 8;  // the first of this warp's dims
         const uint32_t row = tile + r / 8 * kBlock + chunk / 8 * 1024 + r % 8 * 128;

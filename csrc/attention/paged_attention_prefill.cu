@@ -9,9 +9,9 @@
 // Masks are applied on edge tiles only. 16/2 heads x 256, 4096 tokens: 137 GFLOP, 174 us at 790 TFLOP/s; mma.sync reaches about
 // half of that.
 #include "attention/prefill_hopper.cuh"
-#include "attention/ptx.cuh"
 #include "attention/slices.cuh"
 #include "common/dispatch.h"
+#include "common/mma.cuh"
 #include "common/pdl.h"
 
 namespace {
@@ -43,7 +43,7 @@ struct Prefill {
     __device__ Prefill(const Slices& slices, const Tile& work, const uint8_t* shared)
         : p(slices),
           tile(work),
-          q_base(smem_address(shared)),
+          q_base(shared_address(shared)),
           ring_base(q_base + kRows * kRowBytes),
           lane(threadIdx.x % kWarp),
           warp(threadIdx.x / kWarp) {
@@ -72,9 +72,9 @@ struct Prefill {
             const int r = i * kPass + threadIdx.x / kChunks, c = threadIdx.x % kChunks;
             const bool present = r < tile.rows;
             copy_async(q_base + r * kRowBytes + ((c ^ (r & 7)) << 4),
-                       static_cast<const T*>(p.q) + (present ? tile.offset(p, r) : 0) + c * 8, present ? 16 : 0);
+                       static_cast<const T*>(p.q) + (present ? tile.offset(p, r) : 0) + c * 8, present);
         }
-        commit_copies();
+        copy_async_commit();
     }
 
     // Starts the copy of element e (K of key tile e / 2, then its V) into its buffer. Rows past the end become zeros.
@@ -96,10 +96,10 @@ struct Prefill {
                 const int r = i * kPass + r0;
                 copy_async(to + r * kRowBytes + ((c ^ (r & 7)) << 4),
                            from + page[i * kPass / 16] * p.page_elements + static_cast<int64_t>((base + r) & within) * D,
-                           base + r < end_key ? 16 : 0);
+                           base + r < end_key);
             }
         }
-        commit_copies();
+        copy_async_commit();
     }
 
     __device__ void load_fragment(uint32_t (&a)[4], int step) const {
@@ -132,9 +132,9 @@ struct Prefill {
         for (int index = 0; index < tiles; ++index) {
             const int e = 2 * index, key = first_key + index * kKeys;
             if (index == 0)
-                wait_copies<kRing - 1>();
+                copy_async_wait<kRing - 1>();
             else
-                wait_copies<kRing - 2>();
+                copy_async_wait<kRing - 2>();
             __syncthreads();  // K is there; all are done with the V before
             if (index > 0) issue(e - 1 + kRing);
             if constexpr (kHoldQ) {
@@ -176,7 +176,7 @@ struct Prefill {
             softmax.step(s, scale, fade);
 #pragma unroll
             for (int j = 0; j < D / 8; ++j) o[j][0] *= fade[0], o[j][1] *= fade[0], o[j][2] *= fade[1], o[j][3] *= fade[1];
-            wait_copies<kRing - 2>();
+            copy_async_wait<kRing - 2>();
             __syncthreads();  // V is there; all are done with K
             issue(e + kRing);
             const uint32_t v_tile = ring_base + ((e + 1) % kRing) * kTileBytes;
@@ -185,7 +185,8 @@ struct Prefill {
 #pragma unroll
             for (int step = 0; step < kKeys / 16; ++step) {
                 const float (&x)[4] = s[2 * step], (&y)[4] = s[2 * step + 1];
-                const uint32_t a[4] = {pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3])};
+                const uint32_t a[4] = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(y[0], y[1]),
+                                       pack_pair<T>(y[2], y[3])};
 #pragma unroll
                 for (int j = 0; j < D / 16; ++j) {
                     uint32_t b[4];
@@ -195,7 +196,7 @@ struct Prefill {
                 }
             }
         }
-        wait_copies<0>();
+        copy_async_wait<0>();
         softmax.finish();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -206,7 +207,7 @@ struct Prefill {
             T* out = static_cast<T*>(p.out) + at + 2 * (lane % 4);
 #pragma unroll
             for (int j = 0; j < D / 8; ++j)
-                *reinterpret_cast<uint32_t*>(out + 8 * j) = pack2<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
+                *reinterpret_cast<uint32_t*>(out + 8 * j) = pack_pair<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
             if (p.lse != nullptr && lane % 4 == 0) p.lse[at / D] = softmax.lse(i, scale);
         }
     }

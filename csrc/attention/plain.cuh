@@ -4,8 +4,8 @@
 // defines: spark::attn::{Device, kLog2E, kNothing, Plain, launch_plain}
 #pragma once
 
-#include "attention/ptx.cuh"
 #include "common/launch.h"
+#include "common/mma.cuh"
 #include "common/pdl.h"
 
 namespace spark::attn {

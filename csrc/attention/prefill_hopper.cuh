@@ -12,11 +12,11 @@
 
 #include <type_traits>
 
-#include "attention/bulk.cuh"
-#include "attention/hopper.cuh"
+#include "attention/pool_map.h"
 #include "attention/slices.cuh"
-#include "attention/tensor_map.h"
+#include "common/bulk.cuh"
 #include "common/pdl.h"
+#include "common/wgmma.cuh"
 
 namespace spark::attn {
 
@@ -98,9 +98,9 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
             const int x = i * kGroupThreads + thread, r = x / kChunks, c = x % kChunks;
             const bool present = row0 + r < tile.rows;
             copy_async(q + tile_chunk<D>(r, c), static_cast<const T*>(p.q) + (present ? tile.offset(p, row0 + r) : 0) + c * 8,
-                       present ? 16 : 0);
+                       present);
         }
-        commit_copies();
+        copy_async_commit();
         Span sees[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) sees[i] = tile.sees(p, (tile.first_row + min(upper + i * 8, tile.rows - 1)) / p.group);
@@ -137,17 +137,17 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
 #pragma unroll
             for (int step = 0; step < kKeys / 16; ++step) {
                 const float (&x)[4] = s[2 * step], (&y)[4] = s[2 * step + 1];
-                weights[step][0] = pack2<T>(x[0], x[1]), weights[step][1] = pack2<T>(x[2], x[3]);
-                weights[step][2] = pack2<T>(y[0], y[1]), weights[step][3] = pack2<T>(y[2], y[3]);
+                weights[step][0] = pack_pair<T>(x[0], x[1]), weights[step][1] = pack_pair<T>(x[2], x[3]);
+                weights[step][2] = pack_pair<T>(y[0], y[1]), weights[step][3] = pack_pair<T>(y[2], y[3]);
             }
         };
         const auto release = [&](int v, int index) {
             if (lane == 0) arrive(empty(v, index % kStages));
         };
 
-        wait_copies<0>();
+        copy_async_wait<0>();
         fence_async_proxy();
-        cta_barrier(kQueue + group, kGroupThreads);
+        barrier_sync(kQueue + group, kGroupThreads);
         if (tiles > 0) {
             wait_barrier(full(0, 0), 0);
             wgmma_fence();
@@ -179,7 +179,7 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
                     *reinterpret_cast<uint4*>(shared + from + tile_chunk<D>(valid + x / kChunks, x % kChunks)) =
                         make_uint4(0, 0, 0, 0);
                 fence_async_proxy();
-                cta_barrier(kBoth, kGroups * kGroupThreads);
+                barrier_sync(kBoth, kGroups * kGroupThreads);
             }
             wgmma_fence();
             gather(last);
@@ -188,14 +188,14 @@ struct PrefillHopperCta : PrefillHopper<T, D> {
         softmax.finish();
 
         // rows go out through where Q was, 16 bytes a lane
-        cta_barrier(kQueue + group, kGroupThreads);
+        barrier_sync(kQueue + group, kGroupThreads);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float share = softmax.share(i);
 #pragma unroll
             for (int j = 0; j < D / 8; ++j)
                 *reinterpret_cast<uint32_t*>(shared + (q - base) + tile_chunk<D>(warp * 16 + lane / 4 + i * 8, j) +
-                                             lane % 4 * 4) = pack2<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
+                                             lane % 4 * 4) = pack_pair<T>(o[j][2 * i] * share, o[j][2 * i + 1] * share);
             const int r = upper + i * 8;
             if (p.lse != nullptr && lane % 4 == 0 && r < tile.rows) p.lse[tile.offset(p, r) / D] = softmax.lse(i, scale);
         }
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(PrefillHopper<T, D>::kThreads, 1)
     grid_dependency_launch();
     const Tile tile = find_tile<Cta::kRows>(p, blockIdx.x);
     if (tile.rows == 0) return;
-    const Cta cta(p, tile, smem_address(shared));
+    const Cta cta(p, tile, shared_address(shared));
     if (threadIdx.x == 0) {
         prefetch_map(&k_map);
         prefetch_map(&v_map);

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention/plain.cuh"
-#include "attention/ptx.cuh"
+#include "common/mma.cuh"
 
 namespace spark::attn {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention/plain.cuh"
-#include "attention/ptx.cuh"
+#include "common/mma.cuh"
 
 namespace spark::attn {
 
@@ -47,7 +47,7 @@ struct Pair {
     template <typename T>
     __device__ void store(T* out) const {
         const float share = sum > 0.f ? 1.f / sum : 0.f;
-        *reinterpret_cast<uint32_t*>(out) = pack2<T>(x * share, y * share);
+        *reinterpret_cast<uint32_t*>(out) = pack_pair<T>(x * share, y * share);
     }
 };
 

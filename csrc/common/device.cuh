@@ -1,7 +1,8 @@
 // Device helpers shared by all kernels: 16-byte vectors, conversions, warp and block reductions.
 //
 // defines: spark::Vec, load_vec, store_vec, Pack, load_pack, store_pack, load_floats, to_float, from_float,
-//          warp_sum, warp_max, group_sum, block_sum, silu, sigmoid, softplus, grid_dependency_wait, grid_dependency_launch
+//          load_weights, warp_sum, warp_max, group_sum, block_sum, silu, sigmoid, softplus, exp2_fast, grid_dependency_wait,
+//          grid_dependency_launch
 #pragma once
 
 #include <cuda_bf16.h>
@@ -83,6 +84,18 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T>& x) {
     *reinterpret_cast<Vec<T>*>(p) = x;
 }
 
+// 16 bytes that are used once: fetched in pieces of 256 bytes, kept out of L1, the first to leave L2.
+template <typename T>
+__device__ __forceinline__ uint4 load_weights(const T* p) {
+    uint4 v;
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(policy));
+    return v;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int o = kWarp / 2; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
@@ -117,6 +130,13 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.f + expf(-x)); }
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// 2^x to 2 ulp, 0 below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // Programmatic dependent launch: wait for the kernels before us; let the one after us start its prologue.
 __device__ __forceinline__ void grid_dependency_wait() {

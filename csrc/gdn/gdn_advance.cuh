@@ -13,9 +13,9 @@
 // columns or 64 of 64, and each CTA takes some 50 KB a chunk from L2.
 #pragma once
 
+#include "common/mma.cuh"
 #include "common/pdl.h"
 #include "gdn/chunk.cuh"
-#include "gdn/tensor.cuh"
 
 namespace spark {
 
@@ -285,7 +285,7 @@ class Advance {
         const unsigned char* rows = static_cast<const unsigned char*>(p_.qkv) + static_cast<int64_t>(from.first) * stride;
         const auto copy_row = [&](uint32_t at, const unsigned char* first, int row) {
             const bool live = kFull || row < from.rows;
-            copy_async(at, first + static_cast<uint64_t>(static_cast<uint32_t>(live ? row : 0)) * stride, live);
+            copy_async<false>(at, first + static_cast<uint64_t>(static_cast<uint32_t>(live ? row : 0)) * stride, live);
         };
         const int row = thread / 8 % 8, c16 = thread % 8;
 #pragma unroll
@@ -314,9 +314,9 @@ class Advance {
 #pragma unroll
         for (int i = 0; i < 2 * Record::kTile; i += kLoaders * 16) {  // the blocks of 16 x 16 that were written
             const int row_block = i / (16 * 128) % 4;
-            if (i < Record::kTile ? block >= row_block : block <= row_block) copy_async(to_record + i, record + i);
+            if (i < Record::kTile ? block >= row_block : block <= row_block) copy_async<false>(to_record + i, record + i);
         }
-        if (thread < 4 * kChunk * 4 / 16) copy_async(to_record + Record::kGates, record + Record::kGates);
+        if (thread < 4 * kChunk * 4 / 16) copy_async<false>(to_record + Record::kGates, record + Record::kGates);
     }
 
     __device__ __forceinline__ void output(int c) {

@@ -12,10 +12,10 @@
 // 4.29 TB/s; some 2000 instructions a warp take as long.
 #pragma once
 
+#include "common/mma.cuh"
 #include "common/pdl.h"
 #include "gdn/chunk.cuh"
 #include "gdn/state_row.cuh"
-#include "gdn/tensor.cuh"
 
 namespace spark {
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ int block_offset(int row, int chunk) { return row * 3
 
 // e^{G_i - G_j}, for a result in float16; above the diagonal, where it would overflow, 1.
 __device__ __forceinline__ float gate_ratio(const float2& i, const float2& j) {
-    return quick_exp2(fminf((i.x - j.x) + (i.y - j.y), 0.f));
+    return exp2_fast(fminf((i.x - j.x) + (i.y - j.y), 0.f));
 }
 
 // 16 rows of K K^T or Q K^T, up to the diagonal; a warp.
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 3) gdn_prepare_kernel(const P
         for (int i = 0; i < kChunk; i += kPrepareThreads / 16) {
             const bool live = row + i < chunk.rows;
             const T* from = rows + (live ? row + i : 0) * p.stride;
-            copy_async(shared_address(s.keys) + to + i * 128, from + p.k_heads * kDim, live);
-            copy_async(shared_address(s.queries) + to + i * 128, from, live);
+            copy_async<false>(shared_address(s.keys) + to + i * 128, from + p.k_heads * kDim, live);
+            copy_async<false>(shared_address(s.queries) + to + i * 128, from, live);
         }
     }
     copy_async_commit();

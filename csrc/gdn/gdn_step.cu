@@ -13,10 +13,10 @@
 #include <cooperative_groups.h>
 
 #include "common/dispatch.h"
+#include "common/gpu.h"
 #include "common/pdl.h"
 #include "gdn/state_row.cuh"
 #include "gdn/taps.cuh"
-#include "linear/gpu.h"
 
 namespace {
 

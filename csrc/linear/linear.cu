@@ -11,11 +11,12 @@
 // 242, 6144 x 1024 (12.6 MB) 3.0. The streaming kernel has two CTAs of 8 warps a multiprocessor with 64 to 128 KB under way. Its
 // weights are fetched before the wait for the kernel in front. Products of 4096 rows: 12288 x 2048 206 GFLOP, 260 us at 793
 // TFLOP/s; own tiles (mma.sync) reach about 60 % of that.
+#include "common/cluster.cuh"
 #include "common/dispatch.h"
+#include "common/gpu.h"
 #include "common/pdl.h"
 #include "linear/cublaslt.h"
 #include "linear/generic.cuh"
-#include "linear/gpu.h"
 #include "linear/input.cuh"
 #include "linear/stream.cuh"
 #include "linear/tile.cuh"
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(Shape::kThreads) tile_kernel(const Problem<typ
         if (kCluster) {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                const float4 a = load_cluster(from, part), b = load_cluster(from + 4, part);
+                const float4 a = load_peer(from, part), b = load_peer(from + 4, part);
                 y[0] += a.x, y[1] += a.y, y[2] += a.z, y[3] += a.w, y[4] += b.x, y[5] += b.y, y[6] += b.z, y[7] += b.w;
             }
         } else {

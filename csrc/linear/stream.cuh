@@ -18,7 +18,7 @@
 
 #include <type_traits>
 
-#include "linear/ptx.cuh"
+#include "common/mma.cuh"
 
 namespace spark {
 
@@ -84,8 +84,8 @@ struct Ring {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
             if (i < tiles) {
-                mma_16816(T(), sum[i], low.x, high.x, low.y, high.y, x[i].x, x[i].y);
-                mma_16816(T(), sum[i], low.z, high.z, low.w, high.w, x[i].z, x[i].w);
+                mma<T>(sum[i], {low.x, high.x, low.y, high.y}, x[i].x, x[i].y);
+                mma<T>(sum[i], {low.z, high.z, low.w, high.w}, x[i].z, x[i].w);
             }
         }
     }

@@ -47,8 +47,8 @@ struct Tile {
         const bool present = block + half < last && column < k;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i)
-            cp_async_16(to + (half * kRows + row_of(i)) * 4 + piece,
-                        from + static_cast<int64_t>(row[i]) * k + (present ? column : 0), present);
+            copy_async(to + (half * kRows + row_of(i)) * 4 + piece,
+                       from + static_cast<int64_t>(row[i]) * k + (present ? column : 0), present);
     }
     __device__ __forceinline__ void copy_weights(int stage, int block, int last) const {
         copy<kM>(shared + stage * kStage, weights, weight_row, block, last);
@@ -68,9 +68,9 @@ struct Tile {
         for (int i = 0; i < kMs; ++i) {
             const uint4 low = a[i * 16 * 4], high = a[(i * 16 + 8) * 4];
 #pragma unroll
-            for (int j = 0; j < kNs; ++j) mma_16816(T(), sum[i][j], low.x, high.x, low.y, high.y, v[j].x, v[j].y);
+            for (int j = 0; j < kNs; ++j) mma<T>(sum[i][j], {low.x, high.x, low.y, high.y}, v[j].x, v[j].y);
 #pragma unroll
-            for (int j = 0; j < kNs; ++j) mma_16816(T(), sum[i][j], low.z, high.z, low.w, high.w, v[j].z, v[j].w);
+            for (int j = 0; j < kNs; ++j) mma<T>(sum[i][j], {low.z, high.z, low.w, high.w}, v[j].z, v[j].w);
         }
     }
 
@@ -87,7 +87,7 @@ struct Tile {
 #pragma unroll
         for (int s = 0; s < kStages - 1; ++s) {
             if (s < stages) copy_inputs(s, span.first + 2 * s, span.last);
-            cp_async_commit();
+            copy_async_commit();
         }
         Sum sum = {};
         int part = -1, end = 0;
@@ -97,14 +97,14 @@ struct Tile {
         };
         if (kAdd) next_part(0);
         for (int s = 0; s < stages; ++s) {
-            cp_async_wait<kStages - 2>();
+            copy_async_wait<kStages - 2>();
             __syncthreads();  // stage s is here for all, and all are done with stage s - 1
             const int ahead = s + kStages - 1;
             if (ahead < stages) {
                 copy_weights(ahead % kStages, span.first + 2 * ahead, span.last);
                 copy_inputs(ahead % kStages, span.first + 2 * ahead, span.last);
             }
-            cp_async_commit();
+            copy_async_commit();
             const uint4* stage = shared + s % kStages * kStage;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

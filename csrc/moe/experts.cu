@@ -7,8 +7,8 @@
 // GB 377; 8192 tokens 412 GFLOP, 520 us at 793 TFLOP/s, and 335 MB of results in between, written and read, 160. Weights of an
 // expert are read once unless it has more than 32 (in tiles: 64) pairs.
 #include "common/dispatch.h"
+#include "common/gpu.h"
 #include "common/pdl.h"
-#include "linear/gpu.h"
 #include "moe/experts.cuh"
 #include "moe/experts_hopper.cuh"
 #include "moe/generic.cuh"
@@ -114,7 +114,7 @@ int wgmma_products(const Call<T>& c, const Sorted& sorted, T* act, T* y) {
     CUtensorMap gate_up{}, down{}, inputs{};
     if (!weight_map(gate_up, c.gate_up, experts * 2 * c.n.width, c.n.hidden, kBf16) ||
         !weight_map(down, c.down, experts * c.n.hidden, c.n.width, kBf16) ||
-        !attn::matrix_map(inputs, act, c.pairs(), c.n.width, 64, kBf16))
+        !matrix_map(inputs, act, c.pairs(), c.n.width, 64, kBf16))
         return kUnsupported;
     const dim3 grid(current_gpu().multiprocessors), block(HopperTile::kThreads);
     const auto up = grouped_kernel<T, true>, out = grouped_kernel<T, false>;

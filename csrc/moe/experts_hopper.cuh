@@ -15,9 +15,9 @@
 // defines: spark::{HopperTile, grouped_kernel}
 #pragma once
 
-#include "attention/bulk.cuh"
-#include "attention/hopper.cuh"
-#include "attention/tensor_map.h"
+#include "common/bulk.cuh"
+#include "common/tensor_map.h"
+#include "common/wgmma.cuh"
 #include "moe/experts.cuh"
 
 namespace spark {
@@ -36,7 +36,7 @@ static_assert(HopperTile::kBytes <= 227 * 1024, "shared memory of a CTA");
 
 // Weights [rows, k] of 16-bit elements as boxes of half a tile's rows and 64 columns; false where the driver does not take it.
 inline bool weight_map(CUtensorMap& map, const void* weights, int64_t rows, int64_t k, bool is_bf16) {
-    const auto encode = attn::tensor_map_encoder();
+    const auto encode = tensor_map_encoder();
     if (encode == nullptr || rows % 32 != 0 || k % HopperTile::kK != 0) return false;
     const auto row = static_cast<cuuint64_t>(k) * 2;
     const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(k), 2, 4, 4, static_cast<cuuint64_t>(rows) / 32};
@@ -70,7 +70,7 @@ struct HopperProduct : HopperTile {
         : sorted(s),
           n(sizes),
           ring(shared),
-          base(attn::smem_address(shared)),
+          base(shared_address(shared)),
           k(kUp ? sizes.hidden : sizes.width),
           steps(k / kK),
           across((kUp ? sizes.width * 2 : sizes.hidden) / kRows),
@@ -86,10 +86,10 @@ struct HopperProduct : HopperTile {
     __device__ void init() const {
         if (threadIdx.x != 0) return;
         for (int stage = 0; stage < kStages; ++stage) {
-            attn::init_barrier(full(stage), kUp ? kWarps + 1 : 1);
-            attn::init_barrier(empty(stage), kGroups * kWarps);
+            init_barrier(full(stage), kUp ? kWarps + 1 : 1);
+            init_barrier(empty(stage), kGroups * kWarps);
         }
-        attn::fence_barriers();
+        fence_barriers();
     }
 
     // The warpgroup that fetches, for `down` its first thread alone. Whoever waits for a barrier must also be waited for by it:
@@ -99,9 +99,9 @@ struct HopperProduct : HopperTile {
         const int thread = threadIdx.x % kGroupThreads, first = thread / 8, chunk = thread % 8;
         if (!kUp && thread != 0) return;
         const auto arrived = [&](int index) {
-            attn::fence_async_proxy();
+            fence_async_proxy();
             __syncwarp();
-            if (thread % kWarp == 0) attn::arrive(full(index % kStages));
+            if (thread % kWarp == 0) arrive(full(index % kStages));
         };
         int index = 0, drawn = 0;  // of stages over all tiles; the tile after this one
         for (int tile = blockIdx.x, turn = 0; tile < tiles; ++turn) {
@@ -120,17 +120,16 @@ struct HopperProduct : HopperTile {
             }
             for (int step = 0; step < steps; ++step, ++index) {
                 const int stage = index % kStages;
-                attn::wait_barrier(empty(stage), (index / kStages & 1) ^ 1);
+                wait_barrier(empty(stage), (index / kStages & 1) ^ 1);
                 if (thread == 0) {
                     if (step == 0) begun(stage) = tile;
-                    attn::expect_bytes(full(stage), kUp ? kRowBytes : kRowBytes + boxes * 64 * kK * 2);
+                    expect_bytes(full(stage), kUp ? kRowBytes : kRowBytes + boxes * 64 * kK * 2);
                     load_weights(rows_of(stage), weights, row, step * kK, full(stage));
                     load_weights(rows_of(stage) + kRowBytes / 2, weights, row + (kUp ? n.width : kRows / 2), step * kK,
                                  full(stage));
                     if constexpr (!kUp)
                         for (int box = 0; box < boxes; ++box)
-                            attn::load_box(pairs_of(stage) + box * 64 * kK * 2, inputs, segment.y + box * 64, step * kK,
-                                           full(stage));
+                            load_box(pairs_of(stage) + box * 64 * kK * 2, inputs, segment.y + box * 64, step * kK, full(stage));
                 }
                 if constexpr (kUp) {
                     const T* block = x + step * kK;
@@ -138,12 +137,11 @@ struct HopperProduct : HopperTile {
                     for (int i = 0; i < kMine; ++i) {
                         const int row = first + i * kAtOnce;
                         if (row < segment.z)
-                            attn::copy_async(pairs_of(stage) + row * 128 + ((chunk ^ row % 8) << 4), block + int64_t{from[i]} * 8,
-                                             16);
+                            copy_async(pairs_of(stage) + row * 128 + ((chunk ^ row % 8) << 4), block + int64_t{from[i]} * 8);
                     }
-                    attn::commit_copies();
+                    copy_async_commit();
                     if (index >= kLag) {
-                        attn::wait_copies<kLag>();
+                        copy_async_wait<kLag>();
                         arrived(index - kLag);
                     }
                 }
@@ -157,13 +155,13 @@ struct HopperProduct : HopperTile {
             }
         }
         if constexpr (kUp) {
-            attn::wait_copies<0>();
+            copy_async_wait<0>();
             for (int late = max(index - kLag, 0); late < index; ++late) arrived(late);
         }
-        attn::wait_barrier(empty(index % kStages), (index / kStages & 1) ^ 1);
+        wait_barrier(empty(index % kStages), (index / kStages & 1) ^ 1);
         if (thread == 0) {
             begun(index % kStages) = tiles;
-            attn::arrive(full(index % kStages));
+            arrive(full(index % kStages));
         }
         if constexpr (kUp) arrived(index);
     }
@@ -174,30 +172,30 @@ struct HopperProduct : HopperTile {
         int index = 0;
         const auto done = [&] {  // with the stage before this one
             __syncwarp();
-            if (lane == 0) attn::arrive(empty((index - 1) % kStages));
+            if (lane == 0) arrive(empty((index - 1) % kStages));
         };
         float sums[kRows / 8][4];
         while (true) {
-            attn::wait_barrier(full(index % kStages), index / kStages & 1);
+            wait_barrier(full(index % kStages), index / kStages & 1);
             const int tile = begun(index % kStages);
             if (tile == tiles) break;
             const int4 segment = sorted.segment[tile / across];
             const bool needed = group * 64 < segment.z;
             for (int step = 0; step < steps; ++step, ++index) {
                 const int stage = index % kStages;
-                attn::wait_barrier(full(stage), index / kStages & 1);
+                wait_barrier(full(stage), index / kStages & 1);
                 if (needed) {
-                    const uint64_t pairs = attn::descriptor(pairs_of(stage) + group * 64 * 128, 16, 1024);
-                    const uint64_t rows = attn::descriptor(rows_of(stage), 16, 1024);
-                    attn::wgmma_fence();
+                    const uint64_t pairs = descriptor(pairs_of(stage) + group * 64 * 128, 16, 1024);
+                    const uint64_t rows = descriptor(rows_of(stage), 16, 1024);
+                    wgmma_fence();
 #pragma unroll
-                    for (int i = 0; i < kK / 16; ++i) attn::wgmma_ss<T>(sums, pairs + 2 * i, rows + 2 * i, step + i > 0);
-                    attn::wgmma_commit();
-                    attn::wgmma_wait<1>();
+                    for (int i = 0; i < kK / 16; ++i) wgmma_ss<T>(sums, pairs + 2 * i, rows + 2 * i, step + i > 0);
+                    wgmma_commit();
+                    wgmma_wait<1>();
                 }
                 if (step > 0) done();
             }
-            attn::wgmma_wait<0>();
+            wgmma_wait<0>();
             done();
             if (needed)
                 store(sums, out, segment, tile % across, group * 64 + threadIdx.x % kGroupThreads / kWarp * 16 + lane / 4);
@@ -224,7 +222,7 @@ struct HopperProduct : HopperTile {
                         const float (&up)[4] = sums[kRows / 16 + group * 4 + j];
                         a = silu(a) * up[2 * half], b = silu(b) * up[2 * half + 1];
                     }
-                    pack[j] = attn::pack2<T>(a, b);
+                    pack[j] = pack_pair<T>(a, b);
                 }
                 *reinterpret_cast<uint4*>(to + group * 32) = make_uint4(pack[0], pack[1], pack[2], pack[3]);
             }
@@ -246,10 +244,10 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     product.init();
     __syncthreads();
     if (threadIdx.x / HopperTile::kGroupThreads == HopperTile::kGroups) {
-        attn::less_registers<56>();
+        less_registers<56>();
         product.fetch(&weights, &inputs, x);
     } else {
-        attn::more_registers<224>();
+        more_registers<224>();
         product.compute(out);
     }
 #else

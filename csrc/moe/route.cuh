@@ -10,8 +10,8 @@
 
 #include <cooperative_groups.h>
 
+#include "common/gpu.h"
 #include "common/pdl.h"
-#include "linear/gpu.h"
 #include "linear/stream.cuh"
 
 namespace spark {

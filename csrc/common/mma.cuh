@@ -1,4 +1,4 @@
-// Fragments for mma.sync m16n8k16 and the way to them: swizzled tiles in shared memory, ldmatrix, asynchronous copies.
+// Tensor-core products of every architecture (mma.sync m16n8k16) and the way to their operands: swizzled tiles, ldmatrix.
 //
 // A tile's rows are panels of 64 two-byte elements, 128 bytes, whose 16-byte chunk c lies at c ^ (row % 8): eight rows of one
 // chunk, which is what ldmatrix reads at a time, then lie in different banks. With g = lane / 4 and t = lane % 4, a lane holds
@@ -7,20 +7,12 @@
 // So two D tiles side by side are an A fragment once packed, and a product's result is the next one's operand in registers.
 // Shared memory is addressed by its 32-bit window addresses.
 //
-// defines: spark::dynamic_shared, shared_address, swizzled, pack_pair, unpack_pair, pack_fragment, ldmatrix, ldmatrix_trans,
-//          transpose_8x8, mma, quick_exp2, copy_async, copy_async_commit, copy_async_wait, barrier_arrive, barrier_sync
+// defines: spark::swizzled, pack_pair, unpack_pair, pack_fragment, ldmatrix, ldmatrix_trans, transpose_8x8, mma
 #pragma once
 
-#include "common/device.cuh"
+#include "common/copy.cuh"
 
 namespace spark {
-
-__device__ __forceinline__ unsigned char* dynamic_shared() {
-    extern __shared__ __align__(1024) unsigned char spark_dynamic_shared[];
-    return spark_dynamic_shared;
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Byte of a 128-byte row's 16-byte chunk.
 __device__ __forceinline__ constexpr int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
@@ -84,42 +76,15 @@ template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
 __device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
 __device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// 2^x to 2 ulp, 0 below 2^-126.
-__device__ __forceinline__ float quick_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// 16 bytes from global to shared memory behind the thread's back; zeros if not `valid` (the address must be good all the same).
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid = true) {
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the thread's last kPending groups are on their way. A barrier then shows their data to other threads.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Named barriers (1 ... 15; 0 is __syncthreads) of `threads` threads, of which some only announce that they were here.
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 }  // namespace spark

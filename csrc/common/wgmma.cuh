@@ -2,13 +2,13 @@
 //
 // Operands in shared memory are tiles as bulk.cuh has them, read along the columns (K-major: Q, K) or across (MN-major: V).
 //
-// defines: spark::attn::{less_registers, more_registers, descriptor, anchor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss,
+// defines: spark::{less_registers, more_registers, descriptor, anchor, wgmma_fence, wgmma_commit, wgmma_wait, wgmma_ss,
 //          wgmma_rs}
 #pragma once
 
-#include "attention/ptx.cuh"
+#include "common/mma.cuh"
 
-namespace spark::attn {
+namespace spark {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int kRegisters>
@@ -167,4 +167,4 @@ __device__ __forceinline__ void wgmma_rs<f16, 32>(float (&d)[32][4], const uint3
 #undef SPARK_WGMMA_D128
 #endif
 
-}  // namespace spark::attn
+}  // namespace spark

@@ -1,6 +1,6 @@
 // Descriptors for the bulk tensor copy engine, made on the host for each launch.
 //
-// defines: spark::attn::{pool_map, matrix_map}
+// defines: spark::tensor_map_encoder, spark::matrix_map
 #pragma once
 
 #include <cuda.h>
@@ -8,9 +8,7 @@
 
 #include <cstdint>
 
-namespace spark::attn {
-
-constexpr int kBoxRows = 16;  // the largest run of keys that every page size keeps together
+namespace spark {
 
 // The driver's encoder; null where there is none.
 inline auto tensor_map_encoder() {
@@ -28,20 +26,6 @@ inline auto tensor_map_encoder() {
     return encode;
 }
 
-// A pool of 16-bit elements [rows, dim], `dim` a multiple of 64, seen as [rows / 8][dim / 64][8][64]; a box is kBoxRows rows, all
-// columns. False where the driver does not take it.
-inline bool pool_map(CUtensorMap& map, const void* pool, int64_t rows, int dim, bool is_bf16) {
-    const auto encode = tensor_map_encoder();
-    if (encode == nullptr || rows % 8 != 0 || rows >= INT32_MAX) return false;
-    const auto row_bytes = static_cast<cuuint64_t>(dim) * 2;
-    const cuuint64_t sizes[4] = {64, 8, static_cast<cuuint64_t>(dim / 64), static_cast<cuuint64_t>(rows / 8)};
-    const cuuint64_t strides[3] = {row_bytes, 128, 8 * row_bytes};
-    const cuuint32_t box[4] = {64, 8, static_cast<cuuint32_t>(dim / 64), kBoxRows / 8}, steps[4] = {1, 1, 1, 1};
-    return encode(&map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(pool),
-                  sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 // A matrix of 16-bit elements [rows, columns]; a box is `box_rows` rows of 64 columns, rows past the end are zeros.
 inline bool matrix_map(CUtensorMap& map, const void* matrix, int64_t rows, int64_t columns, int box_rows, bool is_bf16) {
     const auto encode = tensor_map_encoder();
@@ -55,4 +39,4 @@ inline bool matrix_map(CUtensorMap& map, const void* matrix, int64_t rows, int64
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-}  // namespace spark::attn
+}  // namespace spark

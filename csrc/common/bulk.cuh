@@ -3,15 +3,15 @@
 // It writes shared tiles as blocks of 8 rows: 64 columns of each (128 bytes a row, 1 KB), then the next 64, then the next 8 rows;
 // inside a KB, the 16-byte chunk c of row r lies at c ^ r (the 128-byte swizzle): no two of 8 rows' chunks meet in a bank.
 //
-// defines: spark::attn::{tile_chunk, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, load_box,
+// defines: spark::{tile_chunk, init_barrier, fence_barriers, expect_bytes, arrive, wait_barrier, load_tile, load_box,
 //          prefetch_map, fence_async_proxy}
 #pragma once
 
 #include <cuda.h>
 
-#include "attention/ptx.cuh"
+#include "common/mma.cuh"
 
-namespace spark::attn {
+namespace spark {
 
 // Where chunk c of row r of a tile of D columns of 16 bits lies, in bytes.
 template <int D>
@@ -89,4 +89,4 @@ __device__ __forceinline__ void fence_async_proxy() {
 #endif
 }
 
-}  // namespace spark::attn
+}  // namespace spark
