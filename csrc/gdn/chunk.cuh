@@ -44,7 +44,7 @@ __device__ __forceinline__ Chunk chunk_at(int index, int first_row, int length, 
     return {first_row + begin, max(end - begin, 0), end};
 }
 
-// What is prepared of a chunk and value head: two 64 x 64 tiles of float16, as they shall lie in shared memory (tensor.cuh), of
+// What is prepared of a chunk and value head: two 64 x 64 tiles of float16, as they shall lie in shared memory (mma.cuh), of
 // which only the blocks of 16 x 16 on and off the diagonal that can differ from zero are written, and four rows of 64 floats.
 //   solve [j][i]: T_ij e^{G_i - G_j} beta_j, T = (I + strict_lower(beta_i k_i.k_j))^-1;   scores [i][j]: q_i.k_j e^{G_i - G_j}
 //   gates: e^{G_i} / |k_i|, e^{G_i} / |q_i| with q's scale, e^{G_63 - G_i} / |k_i|, e^{G_63}
