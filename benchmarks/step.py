@@ -31,7 +31,7 @@ from benchmarks.device import DeviceBench
 from benchmarks.engine import requests
 from sparkrt import LLM
 from sparkrt.model.context import StepShape
-from sparkrt.model.model import HybridModel
+from sparkrt.model.hybrid import HybridModel
 from sparkrt.model.step import padded_batch_n
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GpuBackend, Launchable, Stream

@@ -17,11 +17,12 @@ from sparkrt.cache.spill import Spill, SpillOptions
 from sparkrt.cache.state import StatePool
 from sparkrt.errors import LoadError
 from sparkrt.model.config import ModelConfig
+from sparkrt.model.hybrid import HybridModel
 from sparkrt.model.layers.attention import Attention
 from sparkrt.model.layers.gdn import GatedDeltaNet
 from sparkrt.model.layers.layer import DecoderLayer, SubLayer
 from sparkrt.model.layers.mlp import DenseMlp, MixtureOfExperts
-from sparkrt.model.model import HybridModel, ModelOptions
+from sparkrt.model.model import ModelOptions
 from sparkrt.model.residual import PlainResidual
 from sparkrt.model.source import WeightSource
 from sparkrt.model.spec import expected_tensors

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparkrt.errors import LoadError
-from sparkrt.model.model import HybridModel
+from sparkrt.model.hybrid import HybridModel
 from sparkrt.runtime.backend import Launchable, Stream
 
 if TYPE_CHECKING:

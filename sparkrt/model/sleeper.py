@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparkrt.model.model import HybridModel
+from sparkrt.model.hybrid import HybridModel
 from sparkrt.runtime.parking import Parked
 
 Progress = Callable[[str, int, int], None]

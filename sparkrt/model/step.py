@@ -7,17 +7,19 @@ them are captured at start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sparkrt.errors import SparkrtError
-from sparkrt.model.context import ForwardContext
+from sparkrt.model.context import F32, I32, ForwardContext
 from sparkrt.ops.embedding import GATHER_ROWS, SELECT_TOKENS
 from sparkrt.ops.sampling import GREEDY, LOGPROBS, SAMPLE
 from sparkrt.runtime.array import DeviceArray
 from sparkrt.runtime.backend import GraphExec
+from sparkrt.runtime.dtypes import uint32
+from sparkrt.runtime.owner import Owner
 
 if TYPE_CHECKING:
     from sparkrt.model.layers.layer import TransformerLayer
@@ -90,6 +92,19 @@ class SamplerState:
     top_logprobs: DeviceArray
     valid_vocab: int
     no_lists: SamplerLists
+
+    @classmethod
+    def of(cls, owner: Owner, slots: int, vocab: int, valid_vocab: int, results: Mapping[str, DeviceArray]) -> SamplerState:
+        """Zeroed tables for `slots` slots, the dummy's included; `results` has the arrays from `tokens` to `top_logprobs`."""
+        none_i, none_f = owner.zeros((1,), I32, "no list"), owner.zeros((1,), F32, "no list")
+        return cls(
+            feed=owner.zeros((slots,), I32, "feed"),
+            counts=owner.zeros((slots, vocab), I32, "token counts"),
+            allowed=owner.zeros((slots, -(-vocab // 32)), uint32, "allowed tokens"),
+            **results,
+            valid_vocab=min(valid_vocab, vocab),
+            no_lists=SamplerLists(none_i, none_f, none_i),
+        )
 
     def sample(self, ctx: ForwardContext, logits: DeviceArray, lists: SamplerLists | None, greedy: bool) -> None:
         """Choose a token for every row of `logits`; it goes to `tokens` and, by slot, to `feed`."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams
-from sparkrt.model.model import HybridModel
+from sparkrt.model.hybrid import HybridModel
 from sparkrt.model.sequence import SequenceState
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.cuda import CudaBackend

@@ -14,7 +14,8 @@ import pytest
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams
 from sparkrt.model.build import build_model
 from sparkrt.model.checkpoint import open_checkpoint
-from sparkrt.model.model import HybridModel, ModelOptions
+from sparkrt.model.hybrid import HybridModel
+from sparkrt.model.model import ModelOptions
 from sparkrt.runtime import dtypes
 from sparkrt.runtime.backend import GpuBackend, Launchable, Stream
 from sparkrt.runtime.cuda import CudaBackend

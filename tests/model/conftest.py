@@ -13,7 +13,8 @@ import pytest
 from sparkrt.model.batch import ForwardBatch, PrefillSlice, SamplerParams
 from sparkrt.model.build import build_model
 from sparkrt.model.checkpoint import open_checkpoint
-from sparkrt.model.model import HybridModel, ModelOptions
+from sparkrt.model.hybrid import HybridModel
+from sparkrt.model.model import ModelOptions
 from sparkrt.model.sequence import SequenceState
 from sparkrt.runtime import HostBackend
 from tests import rigs
