@@ -1,8 +1,8 @@
-"""Have a Chromium for the tests of the page: the one that is there, or else Debian's (as root), or the one Playwright brings.
+"""Have a Chromium for the tests of the page: the one that is there, or else the one Playwright keeps in its cache.
 
-    python tools/fetch_browser.py
+    python tools/fetch_browser.py [--system]
 
-Where none can be had this says so, and is no error; the tests concerned skip.
+With --system, as root, Debian's is installed before Playwright is asked: for machines made for tests. Where none can be had this says so, and is no error; the tests concerned skip.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     if browser():
         return 0
     ways = [[sys.executable, "-m", "playwright", "install", "chromium"]]
-    if os.geteuid() == 0 and shutil.which("apt-get"):
+    if "--system" in sys.argv[1:] and os.geteuid() == 0 and shutil.which("apt-get"):
         ways.insert(0, ["sh", "-c", "apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium"])
     for way in ways:
         print(f"fetching a browser: {' '.join(way)}", flush=True)
