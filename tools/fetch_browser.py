@@ -2,7 +2,8 @@
 
     python tools/fetch_browser.py [--system]
 
-With --system, as root, Debian's is installed before Playwright is asked: for machines made for tests. Where none can be had this says so, and is no error; the tests concerned skip.
+With --system, as root, Debian's is installed before Playwright is asked: for machines made for tests. Where none can be had this
+says so, and is no error; the tests concerned skip.
 """
 
 from __future__ import annotations
