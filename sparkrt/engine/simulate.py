@@ -203,7 +203,7 @@ def plot(report: Report, path: str | Path) -> None:
     for axes, name, values in ((first, "time to first token", report.ttft), (between, "time between tokens", report.itl)):
         ordered = 1e3 * np.quantile(values or [0.0], np.linspace(0, 1, 101))
         axes.plot(ordered, np.linspace(0, 100, 101))
-        axes.set(xlabel=f"{name}, ms", ylabel="% within", xlim=(0, 1.05 * ordered[99]))
+        axes.set(xlabel=f"{name}, ms", ylabel="% within", xlim=(0, max(1.05 * ordered[99], 1e-3)))
     width = max(int(report.seconds) // 60, 1)  # seconds a bar: some 60 bars
     bars = np.arange(0, int(report.seconds) + 1, width)
     of = {what: np.zeros(len(bars)) for what in ("answer", "prompt", "cached", "preemptions")}
