@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE_LINES = 21_792  # sparkrt/ without assets: what it is now and no more (docs/adr/0015)
+PACKAGE_LINES = 21_787  # sparkrt/ without assets: what it is now and no more (docs/adr/0015)
 FILE_LINES = 500
 KERNEL_LINES = 600
 SOURCES = {".py", ".html", ".js", ".css"}
@@ -39,7 +39,7 @@ def main() -> int:
     print(f"longest {longest.relative_to(ROOT)} ({package[longest]})", end="; ")
     print(f"csrc/ {sum(kernels.values()):,}, tests/ {sum(tests.values()):,}")
 
-    faults = [f"sparkrt/ has {total:,} lines, the budget is {PACKAGE_LINES:,}"] if total >= PACKAGE_LINES else []
+    faults = [f"sparkrt/ has {total:,} lines, the budget is {PACKAGE_LINES:,}"] if total > PACKAGE_LINES else []
     for files, limit in ((package, FILE_LINES), (kernels, KERNEL_LINES)):
         over = {path.relative_to(ROOT): lines for path, lines in files.items() if lines > limit}
         faults += [f"{path} has {lines} lines, the limit is {limit}" for path, lines in over.items()]
