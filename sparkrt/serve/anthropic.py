@@ -14,12 +14,10 @@ from sparkrt.errors import RequestError
 from sparkrt.serve import protocol as p
 from sparkrt.serve.chat import ChatGeneration, prepare
 from sparkrt.serve.generation import Piece
-from sparkrt.serve.http import describe, require, respelled
+from sparkrt.serve.http import anthropic_error, describe, require, respelled
 from sparkrt.serve.serving import Serving
 from sparkrt.text.messages import bad
 
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-_KINDS |= {500: "api_error", 503: "overloaded_error"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # what chat calls them, and what this API does
 _SPELLINGS = (
@@ -35,7 +33,7 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def describe_error(error: Exception) -> tuple[Any, int]:
     """The body and HTTP status of an exception, in this API's shape."""
     told, status = describe(error)
-    return p.AnthropicError(type="error", error={"type": _KINDS.get(status, "api_error"), "message": told.error.message}), status
+    return anthropic_error(status, told.error.message), status
 
 
 async def messages(serving: Serving, body: Any, request: Request) -> Any:

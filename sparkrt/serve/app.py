@@ -25,7 +25,7 @@ from sparkrt.serve.cli import VERSION
 from sparkrt.serve.completions import completions
 from sparkrt.serve.engine import SILENCE
 from sparkrt.serve.generate import generate
-from sparkrt.serve.http import decode, describe, error_body, json_response, read_body, require
+from sparkrt.serve.http import decode, describe, json_response, read_body, require, turned_away
 from sparkrt.serve.keys import KeyGuard
 from sparkrt.serve.openapi import document
 from sparkrt.serve.page import page_routes
@@ -230,7 +230,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     hints = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not allowed for {request.url.path}"}
     message = f"{hints.get(error.status_code, error.detail)}; /openapi.json lists what is"
-    response = json_response(error_body(error.status_code, message), error.status_code)
+    response = turned_away(request.scope, error.status_code, message)
     response.headers.update(error.headers or {})
     return response
 

@@ -1,4 +1,4 @@
-"""Bodies in, answers out: strict JSON both ways, OpenAI's error shape always, server-sent events."""
+"""Bodies in, answers out: strict JSON both ways, errors in the shape of the API that was asked, server-sent events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparkrt.errors import CapacityError, EngineFatal, RequestError
-from sparkrt.serve.protocol import REFUSED, ErrorBody, ErrorDetail
+from sparkrt.serve.protocol import REFUSED, AnthropicError, ErrorBody, ErrorDetail
 
 log = logging.getLogger("sparkrt.serve")
 MAX_BODY = 32 * 2**20  # bytes
@@ -35,6 +35,8 @@ _NAMES = {
     415: "UnsupportedMediaType",
 }
 _NAMES |= {500: "InternalServer", 503: "ServiceUnavailable"}
+_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+_ANTHROPIC |= {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _KINDS = [(kind, msgspec.defstruct("Refused", [(name, Any, None) for name in REFUSED[kind]])) for kind in REFUSED]
 _DECODERS = {kind: (msgspec.json.Decoder(kind), msgspec.json.Decoder(refused)) for kind, refused in _KINDS}
 _PLACE = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
@@ -57,6 +59,17 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     """`code` is OpenAI's machine-readable reason where there is one, else the status."""
     kind = f"{_NAMES.get(status, 'BadRequest')}Error"
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code or status))
+
+
+def anthropic_error(status: int, message: str) -> Any:
+    return AnthropicError(type="error", error={"type": _ANTHROPIC.get(status, "api_error"), "message": message})
+
+
+def turned_away(scope: Scope, status: int, message: str, code: str | None = None) -> Response:
+    """What a request is told that no handler sees, in the shape that clients of its path read."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    anthropic = path.startswith("/v1/messages")
+    return json_response(anthropic_error(status, message) if anthropic else error_body(status, message, code=code), status)
 
 
 def describe(error: Exception) -> tuple[Any, int]:

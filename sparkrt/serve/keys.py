@@ -11,7 +11,7 @@ from itertools import repeat
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparkrt.serve.http import error_body, json_response
+from sparkrt.serve.http import turned_away
 
 # load balancers carry no key; the page must be there to ask for one
 OPEN_TO_ALL = re.compile(r"/(health|ready|(page/[\w.]+)?)")
@@ -35,7 +35,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         message = "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-        response = json_response(error_body(401, message, code="invalid_api_key"), 401)
+        response = turned_away(scope, 401, message, "invalid_api_key")
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 

@@ -105,7 +105,7 @@ def _responses(path: str, row: tuple[Any, Any], schemas: JSON, texts: JSON, abou
         said = {status: texts[status] for status in found} | about.get("errors", {})
         statuses |= {status: {"description": text, "content": wrong} for status, text in said.items()}
     if not OPEN_TO_ALL.fullmatch(path):
-        statuses["401"] = {"description": texts["401"], "content": {"application/json": {"schema": schemas[p.ErrorBody]}}}
+        statuses["401"] = {"description": texts["401"], "content": wrong}
     return dict(sorted(statuses.items()))
 
 

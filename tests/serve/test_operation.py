@@ -164,6 +164,14 @@ def test_keys(tmp_path: Path) -> None:
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (401, "invalid_api_key")
                 assert error["type"] == "AuthenticationError"
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            response = server.http.post(path, json={})
+            body = response.json()
+            assert (response.status_code, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
+        for path, status, kind in (("/v1/messages", 405, "invalid_request_error"), ("/v1/messages/x", 404, "not_found_error")):
+            response = server.http.get(path, headers={"x-api-key": "one"})
+            body = response.json()
+            assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
         for path in ("/health", "/ready"):  # load balancers carry no key
             assert server.http.get(path).status_code in (200, 503)
         origin = {"origin": "http://a.example", "access-control-request-method": "POST"}
